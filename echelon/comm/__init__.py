@@ -1,0 +1,1 @@
+"""The process group, and all that moves bytes behind it."""

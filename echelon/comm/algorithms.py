@@ -1,0 +1,70 @@
+"""Reductions that Echelon computes itself, from what any transport can move.
+
+MPI adds neither bf16, fp16 nor fp8, and adding them step by step around a ring would round at every step. Here each rank receives
+its own piece of everybody's tensor, adds the pieces in fp32 in the order of ranks, rounds once, and (for an all-reduce) the
+finished pieces are gathered. Each rank sends (n−1)/n of the tensor in each phase, as a ring does, and all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from echelon.comm.transports import Transport
+
+_COMBINE = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int = 1) -> None:
+    """Reduce `pieces`, one a rank, in fp32 (or in their own dtype, where that is wider) into `out`, which may be one of them."""
+    wide = torch.promote_types(out.dtype, torch.float32) if out.dtype.is_floating_point else out.dtype
+    combine = _COMBINE[operation]
+    total = pieces[0].to(wide, copy=True)
+    for piece in pieces[1:]:
+        combine(total, piece.to(wide), out=total)
+    if divisor != 1:
+        total /= divisor
+    out.copy_(total)
+
+
+def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], operation: str, divisor: int = 1) -> None:
+    """`inputs[rank]`, reduced over the ranks, into that rank's `output`."""
+    received = [output.new_empty(output.shape) if rank != transport.rank else inputs[rank] for rank in range(transport.size)]
+    transport.exchange(
+        [(rank, piece) for rank, piece in enumerate(inputs) if rank != transport.rank],
+        [(rank, piece) for rank, piece in enumerate(received) if rank != transport.rank],
+    )
+    accumulate(received, operation, output, divisor)
+
+
+def all_reduce(transport: Transport, tensor: Tensor, operation: str, divisor: int = 1) -> None:
+    """Reduce flat `tensor` over all ranks, in place."""
+    if transport.size == 2:  # exchanging the whole moves what a ring of two would, in one step instead of two
+        theirs = torch.empty_like(tensor)
+        other = 1 - transport.rank
+        transport.exchange([(other, tensor)], [(other, theirs)])
+        accumulate([tensor, theirs] if transport.rank == 0 else [theirs, tensor], operation, tensor, divisor)
+        return
+    pieces = list(torch.tensor_split(tensor, transport.size))
+    mine = torch.empty_like(pieces[transport.rank])
+    reduce_scatter(transport, mine, pieces, operation, divisor)
+    transport.all_gather_uneven(tensor, mine, [len(piece) for piece in pieces])
+
+
+def reduce(transport: Transport, tensor: Tensor, operation: str, root: int, divisor: int = 1) -> None:
+    """Reduce flat `tensor` over all ranks into the root's; the other ranks' tensors keep their values."""
+    pieces = list(torch.tensor_split(tensor, transport.size))
+    mine = torch.empty_like(pieces[transport.rank])
+    reduce_scatter(transport, mine, pieces, operation, divisor)
+    transport.exchange([(root, mine)], list(enumerate(pieces)) if transport.rank == root else [])

@@ -1,0 +1,78 @@
+"""The order of collectives in one group.
+
+MPI wants the collectives of a communicator called in one order on all ranks and never by two threads at once; PyTorch lets each rank
+choose for itself whether a call is synchronous. So both kinds run the same blocking call, one at a time: a synchronous one in the
+caller's thread if nothing is ahead of it, everything else in the lane's own worker thread, in the order of the calls.
+A group has its own lane: waiting in one never delays another.
+"""
+
+from __future__ import annotations
+
+import threading
+from _thread import allocate_lock
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from echelon.comm.work import CollectiveWork
+
+
+class Lane:
+    """Runs callables one at a time, in the order of submission."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._baton = allocate_lock()  # held by whoever runs a collective
+        self._pending: deque[CollectiveWork] = deque()  # queued or running in the worker
+        self._arrivals: SimpleQueue[CollectiveWork | None] = SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._closed = ""
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run now in this thread, or, if others are ahead, after them."""
+        if not self._pending and self._baton.acquire(False):
+            try:
+                function(*arguments)
+            finally:
+                self._baton.release()
+            return
+        self.post([], function, *arguments).wait()
+
+    def post(self, outputs: list[Any], function: Callable[..., None], *arguments: Any) -> CollectiveWork:
+        """Run in the worker thread, after all that was submitted before; `outputs` is what the work's future will hold."""
+        if self._closed:
+            raise RuntimeError(self._closed)
+        work = CollectiveWork(outputs, function, arguments)
+        self._pending.append(work)
+        self._arrivals.put(work)
+        if self._worker is None:
+            self._start()
+        return work
+
+    def close(self, reason: str) -> None:
+        """Finish what is queued; every later call raises `reason`."""
+        if self._closed:
+            return
+        self._closed = reason
+        if self._worker is not None and self._worker is not threading.current_thread():
+            self._arrivals.put(None)
+            self._worker.join()
+        self._baton.acquire()  # for good: the fast path of `call` then always reaches `post`
+
+    def abandon(self, reason: str) -> None:
+        """Refuse every later call, without touching the worker: for a child process, which inherited the lane but no thread of it."""
+        self._closed = reason
+        self._baton = allocate_lock()
+        self._baton.acquire()
+
+    def _start(self) -> None:
+        self._worker = threading.Thread(target=self._serve, name=f"echelon-{self._name}", daemon=True)
+        self._worker.start()
+
+    def _serve(self) -> None:
+        while (work := self._arrivals.get()) is not None:
+            with self._baton:
+                work.run()
+            self._pending.popleft()
+            work.finish()

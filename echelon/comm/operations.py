@@ -1,0 +1,158 @@
+"""What each operation of the process group does to tensors, in terms of a transport.
+
+Transports take contiguous tensors; whatever is not contiguous is copied before and after. Lists and uneven splits become one exchange of
+parcels, straight from and into the caller's tensors. All ranks must take the same way through a function, so every choice made here
+depends only on what all ranks know alike: the operation, sizes, dtype and group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from echelon.comm import algorithms
+from echelon.comm.reduction import Reduction
+from echelon.comm.transports import Transport
+
+
+def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> None:
+    if not tensor.is_contiguous():
+        copy = tensor.detach().contiguous()
+        all_reduce(transport, copy, reduction)
+        tensor.detach().copy_(copy)
+        return
+    flat = _prepared(tensor, reduction)
+    if transport.reduces(flat.dtype, reduction.operation):
+        transport.all_reduce(flat, reduction.operation)
+        if reduction.average:
+            flat.div_(transport.size)
+    else:
+        algorithms.all_reduce(transport, flat.view(-1), reduction.operation, _divisor(transport, reduction))
+
+
+def all_reduce_coalesced(transport: Transport, tensors: list[Tensor], reduction: Reduction) -> None:
+    flat = _flatten_dense_tensors([tensor.detach() for tensor in tensors])
+    all_reduce(transport, flat, reduction)
+    for tensor, result in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
+        tensor.detach().copy_(result)
+
+
+def reduce(transport: Transport, tensor: Tensor, root: int, reduction: Reduction) -> None:
+    work = tensor.detach()
+    if not tensor.is_contiguous() or (reduction.factor is not None and transport.rank != root):
+        work = work.clone(memory_format=torch.contiguous_format)
+    flat = _prepared(work, reduction)
+    if transport.reduces(flat.dtype, reduction.operation):
+        transport.reduce(flat, reduction.operation, root)
+        if reduction.average and transport.rank == root:
+            flat.div_(transport.size)
+    else:
+        algorithms.reduce(transport, flat.view(-1), reduction.operation, root, _divisor(transport, reduction))
+    if transport.rank == root:
+        _give_back(tensor, work)
+
+
+def broadcast(transport: Transport, tensor: Tensor, root: int) -> None:
+    dense = _dense(tensor)
+    transport.broadcast(dense, root)
+    _give_back(tensor, dense)
+
+
+def all_gather_single(transport: Transport, output: Tensor, input: Tensor) -> None:
+    dense = _dense(output)
+    transport.all_gather(dense, _dense(input))
+    _give_back(output, dense)
+
+
+def all_gather(transport: Transport, outputs: list[Tensor], input: Tensor) -> None:
+    """Tensors may differ in size from rank to rank, as long as all ranks expect the same sizes."""
+    dense = [_dense(output) for output in outputs]
+    mine = _dense(input)
+    transport.exchange([(rank, mine) for rank in range(transport.size)], list(enumerate(dense)))
+    _give_all_back(outputs, dense)
+
+
+def gather(transport: Transport, outputs: list[Tensor] | None, input: Tensor, root: int) -> None:
+    dense = [_dense(output) for output in outputs] if outputs else []
+    transport.exchange([(root, _dense(input))], list(enumerate(dense)))
+    _give_all_back(outputs or [], dense)
+
+
+def scatter(transport: Transport, output: Tensor, inputs: list[Tensor] | None, root: int) -> None:
+    dense = _dense(output)
+    transport.exchange([(rank, _dense(tensor)) for rank, tensor in enumerate(inputs or [])], [(root, dense)])
+    _give_back(output, dense)
+
+
+def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, reduction: Reduction) -> None:
+    reduce_scatter(transport, output, list(_dense(input).view(-1).chunk(transport.size)) if input.numel() else [input] * transport.size, reduction)
+
+
+def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], reduction: Reduction) -> None:
+    """Pieces may differ in size from rank to rank."""
+    dense = _dense(output)
+    target = reduction.of(dense).view(-1)
+    pieces = [reduction.of(_dense(piece)).view(-1) for piece in inputs]
+    if reduction.factor is not None:
+        pieces = [piece * reduction.factor for piece in pieces]
+    algorithms.reduce_scatter(transport, target, pieces, reduction.operation, _divisor(transport, reduction))
+    _give_back(output, dense)
+
+
+def all_to_all_single(
+    transport: Transport, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+) -> None:
+    """Rows of `input` to the ranks; no splits means equal ones."""
+    dense, source = _dense(output), _dense(input)
+    if not output_splits and not input_splits:
+        transport.all_to_all(dense, source)
+    else:
+        transport.exchange(_split(source, input_splits, transport.size), _split(dense, output_splits, transport.size))
+    _give_back(output, dense)
+
+
+def all_to_all(transport: Transport, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    dense = [_dense(output) for output in outputs]
+    transport.exchange([(rank, _dense(tensor)) for rank, tensor in enumerate(inputs)], list(enumerate(dense)))
+    _give_all_back(outputs, dense)
+
+
+def one_after_another(transport: Transport, operation, *lists) -> None:  # type: ignore[no-untyped-def]
+    """A coalesced form: `operation` on the first of each list, then on the second of each, …"""
+    for arguments in zip(*lists, strict=True):
+        operation(transport, *arguments)
+
+
+def _prepared(tensor: Tensor, reduction: Reduction) -> Tensor:
+    """The elements that will be reduced, premultiplied."""
+    if reduction.view is None and reduction.factor is None:
+        return tensor
+    flat = reduction.of(tensor.detach())
+    if reduction.factor is not None:
+        flat.mul_(reduction.factor)
+    return flat
+
+
+def _divisor(transport: Transport, reduction: Reduction) -> int:
+    return transport.size if reduction.average else 1
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def _give_back(tensor: Tensor, dense: Tensor) -> None:
+    if dense is not tensor and dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
+
+
+def _give_all_back(tensors: list[Tensor], dense: list[Tensor]) -> None:
+    for tensor, copy in zip(tensors, dense, strict=True):
+        _give_back(tensor, copy)
+
+
+def _split(tensor: Tensor, splits: Sequence[int], size: int) -> list[tuple[int, Tensor]]:
+    return list(enumerate(tensor.split(list(splits)) if splits else tensor.chunk(size)))

@@ -1,0 +1,129 @@
+"""Everything that reaches into torch, or depends on its version.
+
+`register` runs inside every `import torch` on a machine where Echelon is installed (PyTorch's `torch.backends` entry point): it is quick,
+starts nothing, and cannot fail. What it changes in `torch.distributed`:
+- the backend `echelon` is known; the wheels of PyTorch refuse `"mpi"`, so there that name means `echelon` too;
+- in a process that an MPI launcher started, `env://` needs no MASTER_ADDR: the ranks agree on one through MPI;
+- `monitored_barrier` and `split_group`, which PyTorch keeps for Gloo and for GPUs, accept Echelon's groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch
+
+from echelon.launch.identity import export, identity
+
+BACKEND = "echelon"
+
+
+def register() -> None:
+    """Make the backend known to `torch.distributed`; harmless when repeated."""
+    try:
+        export()
+        if torch.distributed.is_available() and not hasattr(torch.distributed.Backend, BACKEND.upper()):
+            _register()
+    except Exception as error:  # `import torch` must survive whatever is wrong here
+        warnings.warn(f"the backend {BACKEND!r} is not available: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def _register() -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+    dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
+    if not dist.is_mpi_available():
+        dist.Backend.__new__ = _with_mpi_alias(dist.Backend.__new__)  # type: ignore[method-assign]
+        _replace("is_mpi_available", _is_mpi_available, dist, distributed_c10d)
+    handlers["env"] = _with_mpi_rendezvous(handlers["env"])
+    _replace("monitored_barrier", _for_echelon(distributed_c10d.monitored_barrier, _monitored_barrier), dist, distributed_c10d)
+    _replace("split_group", _for_echelon(distributed_c10d.split_group, _split_group), dist, distributed_c10d)
+
+
+def _replace(name: str, function: Callable[..., Any], *modules: Any) -> None:
+    for module in modules:
+        setattr(module, name, function)
+
+
+def _create_group(options: Any, _backend_options: Any) -> Any:
+    """Called by `init_process_group` and `new_group`, on the members of the group alone."""
+    from echelon.comm.start import create_group
+
+    return create_group(options)
+
+
+def _with_mpi_alias(new: Callable[..., str]) -> Callable[..., str]:
+    """`Backend("mpi")` is how PyTorch reads a backend's name, before its own branch for MPI."""
+
+    @functools.wraps(new)
+    def __new__(cls: type, name: str) -> str:
+        return BACKEND if isinstance(name, str) and name.lower() == "mpi" else new(cls, name)
+
+    return __new__
+
+
+def _is_mpi_available() -> bool:
+    """Whether `"mpi"` can be used: in a process that an MPI launcher started."""
+    return identity().in_mpi_world
+
+
+def _with_mpi_rendezvous(env: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The `env://` handler, for ranks of an MPI world too."""
+
+    @functools.wraps(env)
+    def handler(url: str, timeout: timedelta = torch.distributed.default_pg_timeout, **kwargs: Any) -> Iterator[Any]:
+        if "MASTER_ADDR" in os.environ or not identity().in_mpi_world:
+            return env(url, timeout=timeout, **kwargs)
+        from echelon.comm.start import rendezvous
+
+        given = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items() if key in ("rank", "world_size")}
+        return rendezvous(given, timeout)
+
+    return handler
+
+
+def _for_echelon(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours` for Echelon's groups, `theirs` for all others."""
+
+    @functools.wraps(theirs)
+    def function(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        group = kwargs.pop("parent_pg", kwargs.pop("group", group))
+        actual = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
+        if type(actual).__name__ == "EchelonGroup":
+            return ours(actual, *args, **kwargs)
+        return theirs(group, *args, **kwargs)
+
+    return function
+
+
+def _monitored_barrier(group: Any, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+    if timeout is None:
+        timeout = torch.distributed.default_pg_timeout
+    elif not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    group.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _split_group(parent: Any, split_ranks: list[list[int]] | None = None, timeout: timedelta | None = None, pg_options: Any = None, group_desc: str | None = None, backend: Any = None) -> Any:
+    """PyTorch's `split_group`, whose ranks are those within `parent`; only the members of a split make its group."""
+    import torch.distributed as dist
+
+    if not split_ranks:
+        raise ValueError("split_ranks must name the ranks of at least one split")
+    mine = [ranks for ranks in split_ranks if parent.rank() in ranks]
+    if len(mine) > 1 or any(not ranks or len(set(ranks)) != len(ranks) for ranks in split_ranks):
+        raise ValueError(f"splits must not be empty, overlap or repeat a rank, but are {split_ranks}")
+    if not mine:
+        return None
+    world = dist.get_process_group_ranks(parent)
+    return dist.new_group([world[rank] for rank in sorted(mine[0])], timeout, use_local_synchronization=True, group_desc=group_desc)

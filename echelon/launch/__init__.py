@@ -1,0 +1,1 @@
+"""Starting ranks, and what a rank can know of itself before any communication."""
