@@ -148,7 +148,8 @@ def measure(operation: str, size: int, gloo: dist.ProcessGroup) -> Point:
     for _ in range(ROUNDS):
         for name, call in contenders.items():
             seconds[name].append(_time(call, repeats[name]))
-    slowest = MPI.COMM_WORLD.allreduce(np.array([seconds[name] for name in contenders]), MPI.MAX)
+    slowest = np.array([seconds[name] for name in contenders])
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
     median = {name: float(np.median(row)) * 1e6 for name, row in zip(contenders, slowest, strict=True)}
     spread = {name: float(np.subtract(*np.percentile(row, [75, 25]))) * 1e6 for name, row in zip(contenders, slowest, strict=True)}
     return Point(operation, size, median, spread)

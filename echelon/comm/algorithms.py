@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from echelon.comm.reduction import LOW_PRECISION
+
 if TYPE_CHECKING:
     from echelon.comm.transports import Transport
 
@@ -26,16 +28,30 @@ _COMBINE = {
 }
 
 
+_BLOCK = 2**16  # elements reduced at a time, so that the fp32 sums stay in the cache
+_ONE_STEP = 2**16  # bytes up to which two ranks exchange whole tensors
+_COMPUTED_IN_FP32 = (torch.bfloat16, torch.float16)  # by PyTorch's own element-wise operations on the CPU
+
+
 def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int = 1) -> None:
     """Reduce `pieces`, one a rank, in fp32 (or in their own dtype, where that is wider) into `out`, which may be one of them."""
-    wide = torch.promote_types(out.dtype, torch.float32) if out.dtype.is_floating_point else out.dtype
     combine = _COMBINE[operation]
-    total = pieces[0].to(wide, copy=True)
-    for piece in pieces[1:]:
-        combine(total, piece.to(wide), out=total)
-    if divisor != 1:
-        total /= divisor
-    out.copy_(total)
+    wide = torch.float32 if out.dtype in LOW_PRECISION else out.dtype
+    if len(pieces) == 2 and divisor == 1 and (out.dtype == wide or out.dtype in _COMPUTED_IN_FP32):
+        combine(pieces[0], pieces[1], out=out)
+        return
+    count = min(_BLOCK, out.numel())
+    total, widened = (torch.empty(count, dtype=wide) for _ in range(2))
+    for start in range(0, out.numel(), _BLOCK):
+        target = out[start : start + _BLOCK]
+        total, widened = total[: len(target)], widened[: len(target)]
+        total.copy_(pieces[0][start : start + _BLOCK])
+        for piece in pieces[1:]:
+            widened.copy_(piece[start : start + _BLOCK])
+            combine(total, widened, out=total)
+        if divisor != 1:
+            total /= divisor
+        target.copy_(total)
 
 
 def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], operation: str, divisor: int = 1) -> None:
@@ -50,7 +66,7 @@ def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], o
 
 def all_reduce(transport: Transport, tensor: Tensor, operation: str, divisor: int = 1) -> None:
     """Reduce flat `tensor` over all ranks, in place."""
-    if transport.size == 2:  # exchanging the whole moves what a ring of two would, in one step instead of two
+    if transport.size == 2 and tensor.nbytes <= _ONE_STEP:  # exchanging the whole moves what a ring of two would, in one step
         theirs = torch.empty_like(tensor)
         other = 1 - transport.rank
         transport.exchange([(other, tensor)], [(other, theirs)])

@@ -60,13 +60,14 @@ class EchelonGroup(ProcessGroup):
         return self._transport.name
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work | None:
-        opts = _options(AllreduceOptions, opts, reduceOp=op)
+        if type(opts) is not AllreduceOptions:
+            tensors, opts = _listed(tensors), _options(AllreduceOptions, opts, reduceOp=op)
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         tensor = tensors[0]
+        reduction = resolve(opts.reduceOp, tensor.dtype)
         if not tensor.is_cpu:
             self._refuse_device(tensor)
-        reduction = resolve(opts.reduceOp, tensor.dtype)
         if opts.asyncOp:
             return self._lane.post(tensors, operations.all_reduce, self._transport, tensor, reduction)
         self._lane.call(operations.all_reduce, self._transport, tensor, reduction)
@@ -289,7 +290,7 @@ class EchelonGroup(ProcessGroup):
         return f"[Rank 0]: {who} failed to pass monitoredBarrier in {_milliseconds(timeout)} ms"
 
     def _check_device(self, argument: Any) -> None:
-        for tensor in argument if isinstance(argument, list) else (argument,):
+        for tensor in argument if type(argument) is list else (argument,):
             if isinstance(tensor, Tensor) and not tensor.is_cpu:
                 self._refuse_device(tensor)
 
@@ -333,7 +334,7 @@ def _barrier(transport: Transport) -> None:
 
 def _options(kind: type, given: Any, **fields: Any) -> Any:
     """PyTorch's options: as given, or from the shorter signatures that take a root or a reduction in their place."""
-    if given is not None and not isinstance(given, (ReduceOp, ReduceOp.RedOpType, int, timedelta)):
+    if type(given) is kind:
         return given
     options = kind()
     if isinstance(given, (ReduceOp, ReduceOp.RedOpType)):

@@ -17,6 +17,9 @@ from echelon.comm import algorithms
 from echelon.comm.reduction import Reduction
 from echelon.comm.transports import Transport
 
+# Bytes of input from which one exchange and a sum of our own beat both MPICH's and Open MPI's reduce_scatter (benchmarks/collectives.py).
+_LIBRARY_REDUCE_SCATTER = 2**20
+
 
 def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> None:
     if not tensor.is_contiguous():
@@ -24,8 +27,8 @@ def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> No
         all_reduce(transport, copy, reduction)
         tensor.detach().copy_(copy)
         return
-    flat = _prepared(tensor, reduction)
-    if transport.reduces(flat.dtype, reduction.operation):
+    flat = tensor if reduction.plain else _prepared(tensor, reduction)
+    if flat.dtype in transport.reducible:
         transport.all_reduce(flat, reduction.operation)
         if reduction.average:
             flat.div_(transport.size)
@@ -45,7 +48,7 @@ def reduce(transport: Transport, tensor: Tensor, root: int, reduction: Reduction
     if not tensor.is_contiguous() or (reduction.factor is not None and transport.rank != root):
         work = work.clone(memory_format=torch.contiguous_format)
     flat = _prepared(work, reduction)
-    if transport.reduces(flat.dtype, reduction.operation):
+    if flat.dtype in transport.reducible:
         transport.reduce(flat, reduction.operation, root)
         if reduction.average and transport.rank == root:
             flat.div_(transport.size)
@@ -88,16 +91,32 @@ def scatter(transport: Transport, output: Tensor, inputs: list[Tensor] | None, r
 
 
 def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, reduction: Reduction) -> None:
-    reduce_scatter(transport, output, list(_dense(input).view(-1).chunk(transport.size)) if input.numel() else [input] * transport.size, reduction)
+    if input.nbytes < _LIBRARY_REDUCE_SCATTER and reduction.factor is None and (reduction.view or input.dtype) in transport.reducible:
+        dense = _dense(output)
+        target = reduction.of(dense)
+        transport.reduce_scatter(target, reduction.of(_dense(input)), reduction.operation)
+        if reduction.average:
+            target.detach().div_(transport.size)
+        _give_back(output, dense)
+    else:
+        reduce_scatter_pieces(transport, output, list(_dense(input).view(-1).split(output.numel() or 1)) or [input] * transport.size, reduction)
 
 
 def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], reduction: Reduction) -> None:
     """Pieces may differ in size from rank to rank."""
+    if len({piece.numel() for piece in inputs}) == 1 and sum(piece.nbytes for piece in inputs) < _LIBRARY_REDUCE_SCATTER:
+        reduce_scatter_single(transport, output, torch.cat([piece.detach().reshape(-1) for piece in inputs]), reduction)
+    else:
+        reduce_scatter_pieces(transport, output, inputs, reduction)
+
+
+def reduce_scatter_pieces(transport: Transport, output: Tensor, inputs: list[Tensor], reduction: Reduction) -> None:
+    """By one exchange and a sum, straight from the caller's tensors."""
     dense = _dense(output)
-    target = reduction.of(dense).view(-1)
     pieces = [reduction.of(_dense(piece)).view(-1) for piece in inputs]
     if reduction.factor is not None:
         pieces = [piece * reduction.factor for piece in pieces]
+    target = reduction.of(dense).view(-1)
     algorithms.reduce_scatter(transport, target, pieces, reduction.operation, _divisor(transport, reduction))
     _give_back(output, dense)
 
@@ -128,8 +147,6 @@ def one_after_another(transport: Transport, operation, *lists) -> None:  # type:
 
 def _prepared(tensor: Tensor, reduction: Reduction) -> Tensor:
     """The elements that will be reduced, premultiplied."""
-    if reduction.view is None and reduction.factor is None:
-        return tensor
     flat = reduction.of(tensor.detach())
     if reduction.factor is not None:
         flat.mul_(reduction.factor)

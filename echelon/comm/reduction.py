@@ -7,7 +7,7 @@ reduced as bytes of 0 and 1, complex sums as sums of their parts. Low-precision 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -18,6 +18,7 @@ _NAMES = {
     hash(getattr(ReduceOp, name.upper())): name
     for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 }
+_PREMUL_SUM = hash(ReduceOp.PREMUL_SUM)
 _BITWISE = {"band", "bor", "bxor"}
 _AS_BOOL = {"sum": "max", "product": "min", "min": "min", "max": "max", "band": "min", "bor": "max", "bxor": "bxor"}
 LOW_PRECISION = frozenset(
@@ -35,6 +36,11 @@ class Reduction:
     average: bool = False
     factor: float | Tensor | None = None
 
+    plain: bool = field(init=False)  # nothing but the operation: the common case, told apart cheaply
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", self.view is None and self.factor is None and not self.average)
+
     def of(self, tensor: Tensor) -> Tensor:
         """The same memory, in the dtype that is reduced."""
         return tensor if self.view is None else tensor.view(self.view)
@@ -43,7 +49,7 @@ class Reduction:
 def resolve(op: ReduceOp, dtype: torch.dtype) -> Reduction:
     """The reduction that `op` asks for on `dtype`; a TypeError where the dtype has no such operation."""
     kind = hash(op)  # the operation's number, for both of PyTorch's ReduceOp types; comparing them costs ten times as much
-    if _NAMES.get(kind) != "premul_sum":
+    if kind != _PREMUL_SUM:
         return _resolve(kind, dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"PREMUL_SUM multiplies by a real factor, which {dtype} cannot hold: use a floating-point tensor")

@@ -1,7 +1,7 @@
 """Everything that reaches into torch, or depends on its version.
 
 `register` runs inside every `import torch` on a machine where Echelon is installed (PyTorch's `torch.backends` entry point): it is quick,
-starts nothing, and cannot fail. What it changes in `torch.distributed`:
+starts nothing, and cannot fail. (Nor does this module import torch before that: `import echelon` may come first.) What it changes in `torch.distributed`:
 - the backend `echelon` is known; the wheels of PyTorch refuse `"mpi"`, so there that name means `echelon` too;
 - in a process that an MPI launcher started, `env://` needs no MASTER_ADDR: the ranks agree on one through MPI;
 - `monitored_barrier` and `split_group`, which PyTorch keeps for Gloo and for GPUs, accept Echelon's groups.
@@ -17,9 +17,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-import torch
-
-from echelon.launch.identity import export, identity
+from echelon.launch.identity import export, identity, show_output_by_line
 
 BACKEND = "echelon"
 
@@ -28,6 +26,9 @@ def register() -> None:
     """Make the backend known to `torch.distributed`; harmless when repeated."""
     try:
         export()
+        show_output_by_line()
+        import torch
+
         if torch.distributed.is_available() and not hasattr(torch.distributed.Backend, BACKEND.upper()):
             _register()
     except Exception as error:  # `import torch` must survive whatever is wrong here
@@ -79,15 +80,21 @@ def _with_mpi_rendezvous(env: Callable[..., Iterator[Any]]) -> Callable[..., Ite
     """The `env://` handler, for ranks of an MPI world too."""
 
     @functools.wraps(env)
-    def handler(url: str, timeout: timedelta = torch.distributed.default_pg_timeout, **kwargs: Any) -> Iterator[Any]:
+    def handler(url: str, **kwargs: Any) -> Iterator[Any]:
         if "MASTER_ADDR" in os.environ or not identity().in_mpi_world:
-            return env(url, timeout=timeout, **kwargs)
+            return env(url, **kwargs)
         from echelon.comm.start import rendezvous
 
         given = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items() if key in ("rank", "world_size")}
-        return rendezvous(given, timeout)
+        return rendezvous(given, kwargs.get("timeout") or torch_default_timeout())
 
     return handler
+
+
+def torch_default_timeout() -> timedelta:
+    from torch.distributed import default_pg_timeout
+
+    return default_pg_timeout
 
 
 def _for_echelon(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +115,7 @@ def _for_echelon(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
 
 def _monitored_barrier(group: Any, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
     if timeout is None:
-        timeout = torch.distributed.default_pg_timeout
+        timeout = torch_default_timeout()
     elif not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     group.monitored_barrier(timeout, wait_all_ranks)

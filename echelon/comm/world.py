@@ -1,7 +1,7 @@
 """The MPI world of this process: started once, when the first group needs it, and ended well.
 
-MPI_Finalize waits for all ranks. A rank that fails while others wait for it must therefore not finalize: it leaves without, and the
-launcher, which sees that, ends the job with that rank's exit code. Only a rank that ends well finalizes.
+MPI_Finalize waits for all ranks. A rank that fails while others wait for it must therefore not finalize (nor let mpi4py do so, if the
+script imported it first): it leaves at once, and the launcher, which sees that, ends the job with that rank's exit code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.launch.identity import Identity, identity
 
@@ -43,7 +43,7 @@ def _load() -> MPI:  # type: ignore[valid-type]
     except ModuleNotFoundError:
         raise RuntimeError(_NO_MPI4PY) from None
     mpi4py.rc.thread_level = "multiple"
-    mpi4py.rc.finalize = False  # see _Ending
+    mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -67,29 +67,32 @@ def _check_world(me: Identity, mpi: MPI) -> None:  # type: ignore[valid-type]
 
 
 class _Ending:
-    """Finalizes MPI when this rank ends well, and only then."""
+    """Finalizes MPI when this rank ends well, and leaves without when it fails."""
 
     def __init__(self, mpi: MPI) -> None:  # type: ignore[valid-type]
         self._mpi = mpi
         self._process = os.getpid()
-        self._failed = False
+        self._status = 0
 
     def install(self) -> None:
         self._excepthook, self._exit = sys.excepthook, sys.exit
         sys.excepthook = self._on_exception
         sys.exit = self._on_exit  # type: ignore[assignment]
-        atexit.register(self._finalize)
+        atexit.register(self._at_exit)
 
-    def _on_exception(self, *details: object) -> None:
-        self._failed = True
-        self._excepthook(*details)  # type: ignore[arg-type]
+    def _on_exception(self, kind: type[BaseException], *details: Any) -> None:
+        self._status = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        self._excepthook(kind, *details)
 
-    def _on_exit(self, status: object = None) -> NoReturn:
-        self._failed = status not in (None, 0, False)
-        self._exit(status)  # type: ignore[arg-type]
+    def _on_exit(self, status: Any = None) -> NoReturn:
+        self._status = status if isinstance(status, int) else 0 if status is None else 1
+        self._exit(status)
 
-    def _finalize(self) -> None:
+    def _at_exit(self) -> None:
         if os.getpid() != self._process or self._mpi.Is_finalized():
             return
-        if not self._failed:
-            self._mpi.Finalize()
+        if self._status:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._status & 0xFF)
+        self._mpi.Finalize()

@@ -6,7 +6,9 @@ in from the launcher's, and never overridden. Nothing here starts MPI or imports
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -72,6 +74,12 @@ def identity(environ: Mapping[str, str] = os.environ) -> Identity:
         if found := _read(family, environ, "mpi"):
             return found
     return Identity("none")
+
+
+def show_output_by_line() -> None:
+    """Under `echelon run` a rank's output goes through pipes: write whole lines, at once, rather than blocks or fragments."""
+    if "ECHELON_JOB" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def export(environ: MutableMapping[str, str] = os.environ) -> None:

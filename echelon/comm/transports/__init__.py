@@ -6,8 +6,8 @@ one order; who calls it, in which thread and when, is the group's business (`lan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence, Set
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,10 +33,7 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-
-    def reduces(self, dtype: torch.dtype, operation: str) -> bool:
-        """Whether the library itself can reduce this dtype; where it cannot, `algorithms` does."""
-        ...
+    reducible: Set[torch.dtype]  # what the library itself can reduce; the rest is reduced by `algorithms`
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None: ...
 
@@ -75,6 +72,3 @@ def copy_to_self(rank: int, sends: Sequence[Parcel], receives: Sequence[Parcel])
         (parcel for parcel in sends if parcel[0] == rank), (parcel for parcel in receives if parcel[0] == rank), strict=True
     ):
         target.copy_(source.view_as(target))
-
-
-__all__: list[Any] = ["Parcel", "Request", "Transport", "copy_to_self"]

@@ -42,6 +42,7 @@ _OPERATIONS = {
     "bor": MPI.BOR,
     "bxor": MPI.BXOR,
 }
+_IN_PLACE = MPI.IN_PLACE
 _address = MPI.buffer.fromaddress
 
 
@@ -49,6 +50,7 @@ class MPITransport:
     """Collectives and messages over the ranks of one group, given by its members' ranks in the MPI world."""
 
     name = "mpi"
+    reducible = frozenset(_DATATYPES)
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Take over `comm`, which only this group uses."""
@@ -57,17 +59,13 @@ class MPITransport:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
 
-    def reduces(self, dtype: torch.dtype, operation: str) -> bool:
-        return dtype in _DATATYPES
-
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
-        count = tensor.numel()
-        if count > _MAX_COUNT:
+        size = tensor.nbytes
+        if size > _MAX_COUNT and tensor.numel() > _MAX_COUNT:
             for piece in tensor.view(-1).split(_SEGMENT):
                 self.all_reduce(piece, operation)
             return
-        buffer = (_address(tensor.data_ptr(), tensor.nbytes), count, _DATATYPES[tensor.dtype])
-        self._comm.Allreduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation])
+        self._comm.Allreduce(_IN_PLACE, (_address(tensor.data_ptr(), size), _DATATYPES[tensor.dtype]), _OPERATIONS[operation])
 
     def reduce(self, tensor: Tensor, operation: str, root: int) -> None:
         if tensor.numel() > _MAX_COUNT:
@@ -76,7 +74,7 @@ class MPITransport:
             return
         buffer = _elements(tensor)
         if self.rank == root:
-            self._comm.Reduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation], root)
+            self._comm.Reduce(_IN_PLACE, buffer, _OPERATIONS[operation], root)
         else:
             self._comm.Reduce(buffer, None, _OPERATIONS[operation], root)
 
@@ -148,7 +146,7 @@ class MPIRequest:
 
 
 def _elements(tensor: Tensor) -> Any:
-    return _address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), _DATATYPES[tensor.dtype]
+    return _address(tensor.data_ptr(), tensor.nbytes), _DATATYPES[tensor.dtype]
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -12,7 +12,6 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from echelon.comm.transports import Parcel, copy_to_self
 
-_REDUCIBLE = {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 _OPERATIONS = {
     "sum": ReduceOp.SUM,
     "product": ReduceOp.PRODUCT,
@@ -29,15 +28,13 @@ class GlooTransport:
     """Collectives and messages over Gloo. As with MPI, messages have a group of their own."""
 
     name = "gloo"
+    reducible = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._group = ProcessGroupGloo(torch.distributed.PrefixStore("collectives/", store), rank, size, timeout)
         self._messages = ProcessGroupGloo(torch.distributed.PrefixStore("messages/", store), rank, size, timeout)
         self.rank = rank
         self.size = size
-
-    def reduces(self, dtype: torch.dtype, operation: str) -> bool:
-        return dtype in _REDUCIBLE
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
         options = AllreduceOptions()

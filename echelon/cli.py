@@ -1,0 +1,65 @@
+"""The commands of `echelon`, thin: each reads its arguments and calls what does the work."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from echelon.doctor import examine
+from echelon.launch.find import NoMPI, find
+from echelon.launch.start import Job
+from echelon.launch.start import run as start
+
+app = typer.Typer(
+    help="MPI-driven deep learning on the PyTorch that people already have.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def _main() -> None:
+    """Without this, typer would drop the command's name while there is only one."""
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run(
+    script: Annotated[str, typer.Argument(help="The Python script to run; `-m module` works too.", show_default=False)],
+    arguments: Annotated[Optional[list[str]], typer.Argument(help="Passed to the script.", show_default=False)] = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")] = 1,
+    hosts: Annotated[str, typer.Option(help="Where: host1,host2 or host1:4,host2:4 (default: here).")] = "",
+    prefix: Annotated[bool, typer.Option("--prefix", help="Begin each line of output with its rank.")] = False,
+) -> None:
+    """Run a script on several ranks, with the machine's own MPI."""
+    try:
+        mpi = find()
+    except NoMPI as error:
+        _fail(str(error))
+    job = Job(ranks, [sys.executable, script, *(arguments or [])], tuple(host for host in hosts.split(",") if host), prefix)
+    raise typer.Exit(start(job, mpi))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what was found (MPI, PyTorch, GPUs), what is missing, and the command that mends it."""
+    console = Console()
+    with console.status("looking"):
+        findings = examine()
+    table = Table(box=None, show_header=False)
+    for finding in findings:
+        table.add_row("[green]✓[/]" if finding.good else "[red]✗[/]", escape(finding.subject), escape(finding.text))
+    console.print(table)
+    wrong = [finding for finding in findings if not finding.good]
+    for finding in wrong:
+        console.print(f"[red]{escape(finding.subject)}[/]: to mend it: [bold]{escape(finding.mend)}[/]")
+    if wrong:
+        raise typer.Exit(1)
+    console.print("[green]all is well[/]: try [bold]echelon run -n 2 your_script.py[/]")
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True).print(f"[red]echelon:[/] {escape(message)}", highlight=False)
+    raise typer.Exit(1)

@@ -1,0 +1,170 @@
+"""Starting ranks with the machine's MPI, and ending them: `echelon run`.
+
+The job runs in a session of its own. Signals are passed on once; whatever is still alive when the launcher has ended, or does not end when
+told to, is killed, so that no process stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from echelon.launch.find import Installation
+
+_JOB_VARIABLE = "ECHELON_JOB"  # marks every process of a job, wherever its launcher put it
+_GRACE_SECONDS = 5.0
+_OPEN_MPI_TAG = re.compile(rb"^\[[^\]]*,(\d+)\]<std(?:out|err)>:\s?")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run: `command` on `ranks` ranks, on this machine or spread over `hosts` (each `name` or `name:ranks`)."""
+
+    ranks: int
+    command: Sequence[str]
+    hosts: tuple[str, ...] = ()
+    prefix_output: bool = False
+
+    @property
+    def ranks_per_host(self) -> int:
+        return math.ceil(self.ranks / max(len(self.hosts), 1))
+
+
+def run(job: Job, mpi: Installation) -> int:
+    """Run the job to its end and return its exit code: that of the rank that failed, if one did."""
+    identifier = uuid.uuid4().hex
+    environment = dict(os.environ) | rank_environment(job, mpi) | {_JOB_VARIABLE: identifier}
+    process = subprocess.Popen(
+        command_line(job, mpi),
+        env=environment,
+        stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+        stdout=subprocess.PIPE if job.prefix_output else None,
+        stderr=subprocess.STDOUT if job.prefix_output else None,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
+    try:
+        with _signals_passed_to(process):
+            if process.stdout is not None:
+                _print_prefixed(process.stdout)
+            return _exit_code(process.wait())
+    finally:
+        _kill_rest(process, identifier)
+
+
+def command_line(job: Job, mpi: Installation) -> list[str]:
+    """The launcher's command for the job, with the flags that this launcher needs."""
+    cores = cores_per_rank(job)
+    if mpi.family == "Open MPI":
+        flags = ["--oversubscribe"]
+        if os.geteuid() == 0:
+            flags.append("--allow-run-as-root")
+        flags += ["--map-by", f"slot:PE={cores}", "--bind-to", "core"] if cores > 1 else ["--bind-to", "none"]
+        if job.hosts:
+            flags += ["--host", ",".join(job.hosts)]
+            for name in sorted(rank_environment(job, mpi)):
+                flags += ["-x", name]
+        if job.prefix_output:
+            flags.append("--tag-output")
+    else:
+        flags = ["-bind-to", f"core:{cores}"] if cores > 1 else []
+        if job.hosts:
+            flags += ["-hosts", ",".join(job.hosts)]
+        if job.prefix_output:
+            flags.append("-prepend-rank")
+    return [str(mpi.mpiexec), *flags, "-n", str(job.ranks), *job.command]
+
+
+def rank_environment(job: Job, mpi: Installation) -> dict[str, str]:
+    """Variables for the ranks, where the user has not set them."""
+    defaults = mpi.environment() | {
+        "OMP_NUM_THREADS": str(cores_per_rank(job)),
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # see echelon.comm.world
+    }
+    return {name: value for name, value in defaults.items() if name not in os.environ}
+
+
+def cores_per_rank(job: Job) -> int:
+    """This machine's cores, shared among the ranks of a host."""
+    return max(len(os.sched_getaffinity(0)) // job.ranks_per_host, 1)
+
+
+def _end_with_parent() -> None:
+    """Runs in the new process: have it ended if `echelon run` itself is killed and can pass nothing on."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass Ctrl-C and termination on to the launcher; after the second, or a grace period, the job is killed."""
+    received: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+        process.send_signal(number)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
+
+    def give_up(_number: int, _frame: object) -> None:
+        process.kill()
+
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, give_up)
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _print_prefixed(lines: IO[bytes]) -> None:
+    """Both launchers can mark lines with their rank; Open MPI's longer mark is brought to MPICH's form, `[rank] line`."""
+    for line in lines:
+        sys.stdout.buffer.write(_OPEN_MPI_TAG.sub(rb"[\1] ", line))
+        sys.stdout.buffer.flush()
+
+
+def _exit_code(status: int) -> int:
+    return 128 - status if status < 0 else status
+
+
+def _kill_rest(process: subprocess.Popen[bytes], identifier: str) -> None:
+    """Kill every process of the job that is still alive, the launcher included."""
+    for _ in range(20):
+        rest = [pid for pid in _processes_of(identifier) if pid != os.getpid()]
+        if process.poll() is None:
+            rest.append(process.pid)
+        if not rest:
+            return
+        for pid in rest:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.05)
+
+
+def _processes_of(identifier: str) -> Iterator[int]:
+    """This machine's processes that carry the job's mark in their environment."""
+    mark = f"{_JOB_VARIABLE}={identifier}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0") and "\nState:\tZ" not in (folder / "status").read_text():
+                yield int(folder.name)
