@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,16 +19,15 @@ if TYPE_CHECKING:
     from echelon.comm.transports import Transport
 
 _COMBINE = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
+    "sum": (torch.add, np.add),
+    "product": (torch.mul, np.multiply),
+    "min": (torch.minimum, np.minimum),
+    "max": (torch.maximum, np.maximum),
+    "band": (torch.bitwise_and, np.bitwise_and),
+    "bor": (torch.bitwise_or, np.bitwise_or),
+    "bxor": (torch.bitwise_xor, np.bitwise_xor),
 }
-
-
+_ONLY_NUMPY = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch has these dtypes, but hardly any arithmetic for them
 _BLOCK = 2**16  # elements reduced at a time, so that the fp32 sums stay in the cache
 _ONE_STEP = 2**16  # bytes up to which two ranks exchange whole tensors
 _COMPUTED_IN_FP32 = (torch.bfloat16, torch.float16)  # by PyTorch's own element-wise operations on the CPU
@@ -35,10 +35,9 @@ _COMPUTED_IN_FP32 = (torch.bfloat16, torch.float16)  # by PyTorch's own element-
 
 def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int = 1) -> None:
     """Reduce `pieces`, one a rank, in fp32 (or in their own dtype, where that is wider) into `out`, which may be one of them."""
-    combine = _COMBINE[operation]
     wide = torch.float32 if out.dtype in LOW_PRECISION else out.dtype
     if len(pieces) == 2 and divisor == 1 and (out.dtype == wide or out.dtype in _COMPUTED_IN_FP32):
-        combine(pieces[0], pieces[1], out=out)
+        _combine(operation, pieces[0], pieces[1], out)
         return
     count = min(_BLOCK, out.numel())
     total, widened = (torch.empty(count, dtype=wide) for _ in range(2))
@@ -48,10 +47,18 @@ def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int =
         total.copy_(pieces[0][start : start + _BLOCK])
         for piece in pieces[1:]:
             widened.copy_(piece[start : start + _BLOCK])
-            combine(total, widened, out=total)
+            _combine(operation, total, widened, total)
         if divisor != 1:
             total /= divisor
         target.copy_(total)
+
+
+def _combine(operation: str, left: Tensor, right: Tensor, out: Tensor) -> None:
+    with_torch, with_numpy = _COMBINE[operation]
+    if out.dtype in _ONLY_NUMPY:
+        with_numpy(left.numpy(), right.numpy(), out=out.numpy())
+    else:
+        with_torch(left, right, out=out)
 
 
 def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], operation: str, divisor: int = 1) -> None:

@@ -79,7 +79,7 @@ def identity(environ: Mapping[str, str] = os.environ) -> Identity:
 def show_output_by_line() -> None:
     """Under `echelon run` a rank's output goes through pipes: write whole lines, at once, rather than blocks or fragments."""
     if "ECHELON_JOB" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def export(environ: MutableMapping[str, str] = os.environ) -> None:

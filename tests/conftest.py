@@ -1,0 +1,31 @@
+"""Shared by all tests: the pools of ranks, and what must be skipped, with its reason, where the machine lacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool
+
+SIZES = (2, 3, 4, 8)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, Pool]]:
+    """One pool a size; each starts its ranks when a test first needs them."""
+    made = {size: Pool(size) for size in SIZES}
+    yield made
+    for pool in made.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks(pools: dict[int, Pool]) -> Callable[..., list[Any]]:
+    """`ranks(n, function, *arguments)`: call a function on each of n ranks, and return what they returned."""
+
+    def run(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
+        return pools[size].run(function, *arguments, timeout=timeout)
+
+    return run

@@ -1,0 +1,42 @@
+"""One rank of the pool: joins the process group, then runs whatever it is sent until it is told to stop."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from functools import reduce
+from multiprocessing.connection import Client
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    parent = Client((sys.argv[1], int(sys.argv[2])), authkey=bytes.fromhex(os.environ.pop("TESTS_RANK_KEY")))
+    torch.set_num_threads(1)
+    dist.init_process_group("echelon")
+    parent.send((dist.get_rank(), os.getpid()))
+    while (order := parent.recv()) is not None:
+        module, name, arguments = order
+        try:
+            torch.manual_seed(0)
+            function = reduce(getattr, name.split("."), importlib.import_module(module))
+            answer = True, function(*arguments)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        _forget_subgroups()
+        parent.send(answer)
+    os._exit(0)  # the launcher ends the others; nothing is worth a finalization that waits for a rank which may be stuck
+
+
+def _forget_subgroups() -> None:
+    """Destroy what the test made, so that a hundred tests do not use up MPI's communicators."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+if __name__ == "__main__":
+    main()
