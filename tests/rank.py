@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from functools import reduce
 from multiprocessing.connection import Client
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 def main() -> None:
     parent = Client((sys.argv[1], int(sys.argv[2])), authkey=bytes.fromhex(os.environ.pop("TESTS_RANK_KEY")))
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # torch 2.13 renames what 2.11 knows only by its old name
     dist.init_process_group("echelon")
     parent.send((dist.get_rank(), os.getpid()))
     while (order := parent.recv()) is not None:
@@ -28,7 +30,6 @@ def main() -> None:
             answer = False, traceback.format_exc()
         _forget_subgroups()
         parent.send(answer)
-    os._exit(0)  # the launcher ends the others; nothing is worth a finalization that waits for a rank which may be stuck
 
 
 def _forget_subgroups() -> None:

@@ -37,6 +37,7 @@ from echelon.comm.transports import Transport
 from echelon.comm.work import MessageWork, PostOffice
 
 BACKEND = "echelon"
+_VERDICT_GRACE = timedelta(seconds=5)  # for rank 0, which waits for the others as long as they wait for it, to say what it saw
 _groups: weakref.WeakSet[EchelonGroup] = weakref.WeakSet()
 _post_office = PostOffice()
 
@@ -182,16 +183,18 @@ class EchelonGroup(ProcessGroup):
         """A barrier that names the ranks which do not come. It goes through the store: an MPI call could not be given up."""
         self._barriers += 1
         place = f"monitored_barrier/{self._barriers}/"
-        if self.rank() != 0:
-            self._store.set(f"{place}{self.rank()}", "")
-            try:
-                self._store.wait([f"{place}verdict"], timeout)
-            except DistStoreError:
-                raise DistBackendError(f"[Rank {self.rank()}]: Rank 0 failed to pass monitoredBarrier in {_milliseconds(timeout)} ms") from None
-            verdict = self._store.get(f"{place}verdict").decode()
-        else:
+        self._store.set(f"{place}{self.rank()}", "")
+        if self.rank() == 0:
             verdict = self._collect(place, timeout, wait_all_ranks)
             self._store.set(f"{place}verdict", verdict)
+        else:
+            try:
+                self._store.wait([f"{place}0"], timeout)
+                self._store.wait([f"{place}verdict"], timeout + _VERDICT_GRACE)
+            except DistStoreError:
+                verdict = f"[Rank {self.rank()}]: Rank 0 failed to pass monitoredBarrier in {_milliseconds(timeout)} ms"
+            else:
+                verdict = self._store.get(f"{place}verdict").decode()
         if verdict:
             raise DistBackendError(verdict)
 

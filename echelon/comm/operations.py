@@ -99,7 +99,7 @@ def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, r
             target.detach().div_(transport.size)
         _give_back(output, dense)
     else:
-        reduce_scatter_pieces(transport, output, list(_dense(input).view(-1).split(output.numel() or 1)) or [input] * transport.size, reduction)
+        reduce_scatter_pieces(transport, output, list(torch.tensor_split(_dense(input).view(-1), transport.size)), reduction)
 
 
 def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], reduction: Reduction) -> None:
@@ -172,4 +172,4 @@ def _give_all_back(tensors: list[Tensor], dense: list[Tensor]) -> None:
 
 
 def _split(tensor: Tensor, splits: Sequence[int], size: int) -> list[tuple[int, Tensor]]:
-    return list(enumerate(tensor.split(list(splits)) if splits else tensor.chunk(size)))
+    return list(enumerate(tensor.split(list(splits)) if splits else torch.tensor_split(tensor, size)))
