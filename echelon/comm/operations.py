@@ -66,7 +66,8 @@ def broadcast(transport: Transport, tensor: Tensor, root: int) -> None:
 
 def all_gather_single(transport: Transport, output: Tensor, input: Tensor) -> None:
     dense = _dense(output)
-    transport.all_gather(dense, _dense(input))
+    in_place = input.data_ptr() == dense.data_ptr() + transport.rank * input.nbytes  # as FSDP2 does
+    transport.all_gather(dense, _dense(input) if in_place else _apart(input, dense))
     _give_back(output, dense)
 
 
@@ -94,7 +95,7 @@ def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, r
     if input.nbytes < _LIBRARY_REDUCE_SCATTER and reduction.factor is None and (reduction.view or input.dtype) in transport.reducible:
         dense = _dense(output)
         target = reduction.of(dense)
-        transport.reduce_scatter(target, reduction.of(_dense(input)), reduction.operation)
+        transport.reduce_scatter(target, reduction.of(_apart(input, dense)), reduction.operation)
         if reduction.average:
             target.detach().div_(transport.size)
         _give_back(output, dense)
@@ -125,7 +126,8 @@ def all_to_all_single(
     transport: Transport, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> None:
     """Rows of `input` to the ranks; no splits means equal ones."""
-    dense, source = _dense(output), _dense(input)
+    dense = _dense(output)
+    source = _apart(input, dense)
     if not output_splits and not input_splits:
         transport.all_to_all(dense, source)
     else:
@@ -159,6 +161,13 @@ def _divisor(transport: Transport, reduction: Reduction) -> int:
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def _apart(tensor: Tensor, other: Tensor) -> Tensor:
+    """`tensor`, contiguous and in memory that `other` has no part in: MPI refuses buffers that overlap."""
+    dense = _dense(tensor)
+    begin, end = other.data_ptr(), other.data_ptr() + other.nbytes
+    return dense.detach().clone() if begin < dense.data_ptr() + dense.nbytes and dense.data_ptr() < end else dense
 
 
 def _give_back(tensor: Tensor, dense: Tensor) -> None:

@@ -73,6 +73,25 @@ def empty_and_scalar() -> None:
         assert_same(out, torch.tensor([r % 2 for r in range(size)]).to(dtype))
 
 
+def overlapping() -> None:
+    """Inputs that are part of the outputs, in their own place (as FSDP2 has them) or in another, and on some ranks only."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for place in (rank, 0):
+        whole = torch.zeros(4 * size)
+        mine = whole[4 * place : 4 * place + 4].fill_(rank + 1)
+        dist.all_gather_into_tensor(whole, mine)
+        assert whole.tolist() == [r + 1.0 for r in range(size) for _ in range(4)]
+
+        whole = torch.full((4 * size,), float(rank + 1))
+        out = whole[4 * place : 4 * place + 4] if rank % 2 else torch.zeros(4)
+        dist.reduce_scatter_tensor(out, whole)
+        assert out.tolist() == [size * (size + 1) / 2] * 4
+
+    x = torch.arange(float(size)) + 10 * rank
+    dist.all_to_all_single(x, x)
+    assert x.tolist() == [10.0 * r + rank for r in range(size)]
+
+
 def leaf() -> None:
     """Parameters that want gradients can be reduced and broadcast in place, whatever their layout."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -206,6 +225,11 @@ def test_empty_and_scalar(ranks, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_strided(ranks, size):
     ranks(size, strided)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_overlapping(ranks, size):
+    ranks(size, overlapping)
 
 
 def test_leaf(ranks):

@@ -43,7 +43,9 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int) -> None: ...
 
-    def all_gather(self, output: Tensor, input: Tensor) -> None: ...
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """`input` may be this rank's part of `output`, but must not overlap it otherwise."""
+        ...
 
     def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
         """As `all_gather`, with `counts[rank]` elements from each rank."""

@@ -89,7 +89,9 @@ class MPITransport:
         if block > _MAX_COUNT:
             self.all_gather_uneven(output, input, [input.numel()] * self.size)
             return
-        self._comm.Allgather((_address(input.data_ptr(), block), block, MPI.BYTE), (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE))
+        in_place = input.data_ptr() == output.data_ptr() + self.rank * block
+        sent = _IN_PLACE if in_place else (_address(input.data_ptr(), block), block, MPI.BYTE)
+        self._comm.Allgather(sent, (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE))
 
     def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
         if output.nbytes > _MAX_COUNT:
