@@ -1,7 +1,9 @@
-"""Every collective over Echelon, over Gloo and over raw mpi4py, in one run: `echelon run -n 2 benchmarks/collectives.py`.
+"""Every collective over Echelon, over Gloo and over raw mpi4py, in one run: `echelon run -n 2
+benchmarks/collectives.py`.
 
-Contenders take turns, round by round, so that whatever else the machine does hits all of them. A round's time is that of the
-slowest rank; the figure is the median over the rounds, the spread the distance between its quartiles. Ratios are taken inside the run.
+Contenders take turns, round by round, so that whatever else the machine does hits all of them. A round's time is that
+of the slowest rank; the figure is the median over the rounds, the spread the distance between its quartiles. Ratios
+are taken inside the run.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from rich.table import Table
 CONTENDERS = ("echelon", "gloo", "raw")
 ROUNDS = 9
 ROUND_SECONDS = 0.02
-TARGETS = "to reach for all_reduce: ≥ 20 × Gloo up to 4 KiB, ≥ 2 × from 1 to 16 MiB; ≤ 8 µs over raw when small, ≤ 1.15 × raw from 1 MiB"
+TARGETS = (
+    "to reach for all_reduce: ≥ 20 × Gloo up to 4 KiB, ≥ 2 × from 1 to 16 MiB; "
+    "≤ 8 µs over raw when small, ≤ 1.15 × raw from 1 MiB"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,9 @@ Call = Callable[[], object]
 
 
 def calls(operation: str, size: int, gloo: dist.ProcessGroup) -> dict[str, Call]:
-    """What each contender is to do: `size` is the tensor of an all_reduce, the whole output of an all_gather, the whole input of a reduce_scatter."""
+    """What each contender is to do. `size` is the tensor of an all_reduce, the whole output of an all_gather, the whole
+    input of a reduce_scatter.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if operation.endswith("bf16") else torch.float32
     count = max(size // dtype.itemsize, 1)
@@ -72,7 +79,9 @@ def calls(operation: str, size: int, gloo: dist.ProcessGroup) -> dict[str, Call]
                 dist.send(x, peer, group)
 
         def swap() -> None:
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, other, peer, group)]):
+            for work in dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+            ):
                 work.wait()
 
         return {
@@ -151,7 +160,10 @@ def measure(operation: str, size: int, gloo: dist.ProcessGroup) -> Point:
     slowest = np.array([seconds[name] for name in contenders])
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
     median = {name: float(np.median(row)) * 1e6 for name, row in zip(contenders, slowest, strict=True)}
-    spread = {name: float(np.subtract(*np.percentile(row, [75, 25]))) * 1e6 for name, row in zip(contenders, slowest, strict=True)}
+    spread = {
+        name: float(np.subtract(*np.percentile(row, [75, 25]))) * 1e6
+        for name, row in zip(contenders, slowest, strict=True)
+    }
     return Point(operation, size, median, spread)
 
 
@@ -186,12 +198,26 @@ def human(size: int) -> str:
 
 def table(points: list[Point]) -> Table:
     result = Table(title=f"µs, median ± interquartile range; {TARGETS}", title_justify="left")
-    for column in ("operation", "size", "Echelon", "Gloo", "raw mpi4py", "Gloo / Echelon", "Echelon − raw", "Echelon / raw"):
+    for column in (
+        "operation",
+        "size",
+        "Echelon",
+        "Gloo",
+        "raw mpi4py",
+        "Gloo / Echelon",
+        "Echelon − raw",
+        "Echelon / raw",
+    ):
         result.add_column(column, justify="left" if column == "operation" else "right")
     for point in points:
-        cells = [f"{point.median[name]:,.1f} ± {point.spread[name]:,.1f}" if name in point.median else "" for name in CONTENDERS]
+        cells = [
+            f"{point.median[name]:,.1f} ± {point.spread[name]:,.1f}" if name in point.median else ""
+            for name in CONTENDERS
+        ]
         raw = point.median.get("raw")
-        against_raw = (f"{point.median['echelon'] - raw:+,.1f}", f"{point.median['echelon'] / raw:.2f}") if raw else ("", "")
+        against_raw = (
+            (f"{point.median['echelon'] - raw:+,.1f}", f"{point.median['echelon'] / raw:.2f}") if raw else ("", "")
+        )
         result.add_row(point.operation, human(point.bytes), *cells, f"{point.over_gloo:.1f}", *against_raw)
     return result
 
@@ -205,8 +231,12 @@ def verdict(points: list[Point]) -> dict[str, object]:
     return {
         "all_reduce up to 4 KiB: times faster than Gloo, at least": min((p.over_gloo for p in small), default=None),
         "all_reduce 1 to 16 MiB: times faster than Gloo, at least": min((p.over_gloo for p in middle), default=None),
-        "all_reduce up to 4 KiB: µs over raw mpi4py, at most": max((p.median["echelon"] - p.median["raw"] for p in small), default=None),
-        "all_reduce from 1 MiB: times raw mpi4py, at most": max((p.median["echelon"] / p.median["raw"] for p in large), default=None),
+        "all_reduce up to 4 KiB: µs over raw mpi4py, at most": max(
+            (p.median["echelon"] - p.median["raw"] for p in small), default=None
+        ),
+        "all_reduce from 1 MiB: times raw mpi4py, at most": max(
+            (p.median["echelon"] / p.median["raw"] for p in large), default=None
+        ),
         "all operations: times faster than Gloo, at least": slowest.over_gloo,
         "all operations: where that was": f"{slowest.operation} {human(slowest.bytes)}",
         "all operations: geometric mean over Gloo": statistics.geometric_mean(p.over_gloo for p in points),
@@ -221,7 +251,9 @@ def plot(points: list[Point], path: Path) -> None:
 
     shown = [name for name in OPERATIONS if name != "barrier" and any(p.operation == name for p in points)]
     columns = 4
-    figure, axes = plt.subplots(-(-len(shown) // columns), columns, figsize=(16, 3 * -(-len(shown) // columns)), sharex=True, squeeze=False)
+    figure, axes = plt.subplots(
+        -(-len(shown) // columns), columns, figsize=(16, 3 * -(-len(shown) // columns)), sharex=True, squeeze=False
+    )
     colours = {"echelon": "tab:blue", "gloo": "tab:orange", "raw": "tab:gray"}
     for axis in axes.flat[len(shown) :]:
         axis.remove()
@@ -230,7 +262,14 @@ def plot(points: list[Point], path: Path) -> None:
         for name in CONTENDERS:
             if name in mine[0].median:
                 label = "raw mpi4py" if name == "raw" else name.capitalize()
-                axis.loglog([p.bytes for p in mine], [p.median[name] for p in mine], color=colours[name], marker=".", label=label, base=2)
+                axis.loglog(
+                    [p.bytes for p in mine],
+                    [p.median[name] for p in mine],
+                    color=colours[name],
+                    marker=".",
+                    label=label,
+                    base=2,
+                )
         axis.set_yscale("log", base=10)
         axis.set_title(operation, fontsize=10)
         axis.grid(alpha=0.3)
@@ -243,7 +282,14 @@ def plot(points: list[Point], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS, metavar="NAME", help=f"of {', '.join(OPERATIONS)}")
+    parser.add_argument(
+        "--operations",
+        nargs="+",
+        default=OPERATIONS,
+        choices=OPERATIONS,
+        metavar="NAME",
+        help=f"of {', '.join(OPERATIONS)}",
+    )
     parser.add_argument("--largest", type=int, default=2**26, help="bytes of the largest message (default 64 MiB)")
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--plot", type=Path, help="where to draw it")

@@ -16,7 +16,10 @@ from echelon.launch.start import Job
 from echelon.launch.start import run as start
 
 app = typer.Typer(
-    help="MPI-driven deep learning on the PyTorch that people already have.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    help="MPI-driven deep learning on the PyTorch that people already have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -38,7 +41,9 @@ def run(
         mpi = find()
     except NoMPI as error:
         _fail(str(error))
-    job = Job(ranks, [sys.executable, script, *(arguments or [])], tuple(host for host in hosts.split(",") if host), prefix)
+    job = Job(
+        ranks, [sys.executable, script, *(arguments or [])], tuple(host for host in hosts.split(",") if host), prefix
+    )
     raise typer.Exit(start(job, mpi))
 
 

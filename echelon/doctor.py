@@ -16,7 +16,7 @@ from echelon.launch.start import Job, command_line, rank_environment
 _LEVEL = """
 import mpi4py; mpi4py.rc.thread_level = "multiple"
 from mpi4py import MPI
-levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
+levels = {getattr(MPI, "THREAD_" + name.upper()): name for name in ("single", "funneled", "serialized", "multiple")}
 if MPI.COMM_WORLD.Get_rank() == 0:
     print(MPI.COMM_WORLD.Get_size(), levels[MPI.Query_thread()])
 """
@@ -64,8 +64,18 @@ def _backend() -> Finding:
     if answer == ["True", "True"]:
         return Finding("backend", "init_process_group('echelon') works in any script, without an import")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        return Finding("backend", "only after `import echelon`: TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set", False, "unset TORCH_DEVICE_BACKEND_AUTOLOAD")
-    return Finding("backend", "only after `import echelon`: the package is not installed in this environment", False, "pip install echelon")
+        return Finding(
+            "backend",
+            "only after `import echelon`: TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set",
+            False,
+            "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
+        )
+    return Finding(
+        "backend",
+        "only after `import echelon`: the package is not installed in this environment",
+        False,
+        "pip install echelon",
+    )
 
 
 def _mpi4py() -> Finding:
@@ -76,7 +86,11 @@ def _mpi4py() -> Finding:
 
 
 def _mpi() -> list[Finding]:
-    findings = [Finding("passed over", f"{other.mpiexec}: {other.reason}") for other in candidates() if not isinstance(other, Installation)]
+    findings = [
+        Finding("passed over", f"{other.mpiexec}: {other.reason}")
+        for other in candidates()
+        if not isinstance(other, Installation)
+    ]
     try:
         mpi = find()
     except NoMPI:
@@ -94,12 +108,24 @@ def _two_ranks(mpi: Installation) -> Finding:
     job = Job(2, [sys.executable, "-c", _LEVEL])
     answer = _run(command_line(job, mpi), rank_environment(job, mpi)).split()
     if len(answer) != 2:
-        return Finding("two ranks", "could not be started", False, " ".join(command_line(Job(2, ["hostname"]), mpi)) + "   # and read what it says")
+        return Finding(
+            "two ranks",
+            "could not be started",
+            False,
+            " ".join(command_line(Job(2, ["hostname"]), mpi)) + "   # and read what it says",
+        )
     size, level = answer
     if size != "2":
-        return Finding("two ranks", f"two worlds of {size}: the launcher does not belong to the library", False, INSTALL)
+        return Finding(
+            "two ranks", f"two worlds of {size}: the launcher does not belong to the library", False, INSTALL
+        )
     good = level == "multiple"
-    return Finding("two ranks", f"one world of 2, thread level {level}", good, "" if good else "use an MPI built with MPI_THREAD_MULTIPLE")
+    return Finding(
+        "two ranks",
+        f"one world of 2, thread level {level}",
+        good,
+        "" if good else "use an MPI built with MPI_THREAD_MULTIPLE",
+    )
 
 
 def _cuda_awareness(mpi: Installation) -> Finding:
@@ -121,7 +147,9 @@ def _version(package: str) -> str | None:
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ) | (environment or {}))
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ) | (environment or {})
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout.strip()

@@ -1,8 +1,8 @@
 """Ranks that are started once and run many tests: starting MPI and importing torch costs seconds, a test milliseconds.
 
-A test hands a function of its module to `Pool.run`; every rank calls it, and what they return comes back as a list. The ranks hold one
-process group over the backend `echelon` for as long as they live. When a test fails, hangs or kills a rank, the pool is thrown away with
-everything it may have left behind, and the next test starts a new one.
+A test hands a function of its module to `Pool.run`; every rank calls it, and what they return comes back as a list.
+The ranks hold one process group over the backend `echelon` for as long as they live. When a test fails, hangs or
+kills a rank, the pool is thrown away with everything it may have left behind, and the next test starts a new one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Pool:
         failures = [f"rank {rank}: {text}" for rank, (good, text) in sorted(answers.items()) if not good]
         missing = [rank for rank in range(self.size) if rank not in answers]
         if missing:
-            failures.append(f"rank {', '.join(map(str, missing))}: no answer after {timeout:g} s, or after another rank had failed")
+            failures.append(
+                f"rank {', '.join(map(str, missing))}: no answer after {timeout:g} s, or after another rank had failed"
+            )
         if failures:
             self.stop()
             raise RankError("\n".join(failures))
@@ -79,8 +81,12 @@ class Pool:
             host, port = listener.address
             job = Job(self.size, [sys.executable, "-m", "tests.rank", host, str(port)])
             mpi = find()
-            environment = dict(os.environ) | rank_environment(job, mpi) | {"OMP_NUM_THREADS": "1", "TESTS_RANK_KEY": key.hex()}
-            self._process = subprocess.Popen(command_line(job, mpi), env=environment, start_new_session=True, stdin=subprocess.DEVNULL)
+            environment = (
+                dict(os.environ) | rank_environment(job, mpi) | {"OMP_NUM_THREADS": "1", "TESTS_RANK_KEY": key.hex()}
+            )
+            self._process = subprocess.Popen(
+                command_line(job, mpi), env=environment, start_new_session=True, stdin=subprocess.DEVNULL
+            )
             listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
             connections = [listener.accept() for _ in range(self.size)]
         introduced = [(*connection.recv(), connection) for connection in connections]

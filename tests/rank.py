@@ -17,7 +17,9 @@ import torch.distributed as dist
 def main() -> None:
     parent = Client((sys.argv[1], int(sys.argv[2])), authkey=bytes.fromhex(os.environ.pop("TESTS_RANK_KEY")))
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # torch 2.13 renames what 2.11 knows only by its old name
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch"
+    )  # torch 2.13 renames what 2.11 knows only by its old name
     dist.init_process_group("echelon")
     parent.send((dist.get_rank(), os.getpid()))
     while (order := parent.recv()) is not None:
@@ -33,7 +35,10 @@ def main() -> None:
 
 
 def gloo() -> dist.ProcessGroup:
-    """The world over Gloo, to compare with. Made once: Gloo aborts the process if the last reference to a group goes in a callback of its own."""
+    """The world over Gloo, to compare with.
+
+    Made once, and kept: Gloo aborts the process when the last reference to a group goes inside a callback of its own.
+    """
     made = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
     return made[0] if made else dist.new_group(backend="gloo")
 

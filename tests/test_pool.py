@@ -45,7 +45,9 @@ def test_ranks_are_started_once():
     pool.stop()
 
 
-@pytest.mark.parametrize(("harm", "words"), [(hang, "rank 1: no answer"), (die, "rank 1: died"), (fail, "ValueError: on purpose")])
+@pytest.mark.parametrize(
+    ("harm", "words"), [(hang, "rank 1: no answer"), (die, "rank 1: died"), (fail, "ValueError: on purpose")]
+)
 def test_harm_is_contained(harm, words, monkeypatch):
     monkeypatch.setattr("tests.pool.GRACE_SECONDS", 1)
     pool = Pool(2)

@@ -1,13 +1,14 @@
 """Reductions that Echelon computes itself, from what any transport can move.
 
-MPI adds neither bf16, fp16 nor fp8, and adding them step by step around a ring would round at every step. Here each rank receives
-its own piece of everybody's tensor, adds the pieces in fp32 in the order of ranks, rounds once, and (for an all-reduce) the
-finished pieces are gathered. Each rank sends (n−1)/n of the tensor in each phase, as a ring does, and all ranks hold the same bits.
+MPI adds neither bf16, fp16 nor fp8, and adding them step by step around a ring would round at every step. Here each
+rank receives its own piece of everybody's tensor, adds the pieces in fp32 in the order of ranks, rounds once, and
+(for an all-reduce) the finished pieces are gathered. Each rank sends (n−1)/n of the tensor in each phase, as a ring
+does, and all ranks hold the same bits.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from echelon.comm.reduction import LOW_PRECISION
 if TYPE_CHECKING:
     from echelon.comm.transports import Transport
 
-_COMBINE = {
+_COMBINE: dict[str, tuple[Any, Any]] = {
     "sum": (torch.add, np.add),
     "product": (torch.mul, np.multiply),
     "min": (torch.minimum, np.minimum),
@@ -34,7 +35,7 @@ _COMPUTED_IN_FP32 = (torch.bfloat16, torch.float16)  # by PyTorch's own element-
 
 
 def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int = 1) -> None:
-    """Reduce `pieces`, one a rank, in fp32 (or in their own dtype, where that is wider) into `out`, which may be one of them."""
+    """Reduce `pieces`, one a rank, into `out` (which may be one of them), in fp32 or their own wider dtype."""
     wide = torch.float32 if out.dtype in LOW_PRECISION else out.dtype
     if len(pieces) == 2 and divisor == 1 and (out.dtype == wide or out.dtype in _COMPUTED_IN_FP32):
         _combine(operation, pieces[0], pieces[1], out)
@@ -61,9 +62,13 @@ def _combine(operation: str, left: Tensor, right: Tensor, out: Tensor) -> None:
         with_torch(left, right, out=out)
 
 
-def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], operation: str, divisor: int = 1) -> None:
+def reduce_scatter(
+    transport: Transport, output: Tensor, inputs: list[Tensor], operation: str, divisor: int = 1
+) -> None:
     """`inputs[rank]`, reduced over the ranks, into that rank's `output`."""
-    received = [output.new_empty(output.shape) if rank != transport.rank else inputs[rank] for rank in range(transport.size)]
+    received = [
+        output.new_empty(output.shape) if rank != transport.rank else inputs[rank] for rank in range(transport.size)
+    ]
     transport.exchange(
         [(rank, piece) for rank, piece in enumerate(inputs) if rank != transport.rank],
         [(rank, piece) for rank, piece in enumerate(received) if rank != transport.rank],
@@ -73,7 +78,9 @@ def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], o
 
 def all_reduce(transport: Transport, tensor: Tensor, operation: str, divisor: int = 1) -> None:
     """Reduce flat `tensor` over all ranks, in place."""
-    if transport.size == 2 and tensor.nbytes <= _ONE_STEP:  # exchanging the whole moves what a ring of two would, in one step
+    if (
+        transport.size == 2 and tensor.nbytes <= _ONE_STEP
+    ):  # exchanging the whole moves what a ring of two would, in one step
         theirs = torch.empty_like(tensor)
         other = 1 - transport.rank
         transport.exchange([(other, tensor)], [(other, theirs)])

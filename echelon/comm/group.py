@@ -1,8 +1,9 @@
-"""Echelon's process group: what `torch.distributed` calls, whoever the caller is (a script, DDP's reducer, FSDP2, DTensor, …).
+"""Echelon's process group: what `torch.distributed` calls, whoever the caller is (a script, DDP's reducer, FSDP2,
+DTensor, …).
 
-Every method has the same three beats: read PyTorch's options, name the operation, submit it to the group's lane. A synchronous call
-returns None when it is done (so PyTorch makes no `Work`); an asynchronous one returns a `Work` at once. Some operations have an older
-and a newer name: torch 2.11 calls the one, 2.13 the other.
+Every method has the same three beats: read PyTorch's options, name the operation, submit it to the group's lane. A
+synchronous call returns None when it is done (so PyTorch makes no `Work`); an asynchronous one returns a `Work` at
+once. Some operations have an older and a newer name: torch 2.11 calls the one, 2.13 the other.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from echelon.comm.transports import Transport
 from echelon.comm.work import MessageWork, PostOffice
 
 BACKEND = "echelon"
-_VERDICT_GRACE = timedelta(seconds=5)  # for rank 0, which waits for the others as long as they wait for it, to say what it saw
+_VERDICT_GRACE = timedelta(
+    seconds=5
+)  # for rank 0, which waits for the others as long as they wait for it, to say what it saw
 _groups: weakref.WeakSet[EchelonGroup] = weakref.WeakSet()
 _post_office = PostOffice()
 
@@ -46,7 +49,7 @@ class EchelonGroup(ProcessGroup):
     """A `torch.distributed.ProcessGroup` over one transport."""
 
     def __init__(self, transport: Transport, store: Store, timeout: timedelta) -> None:
-        super().__init__(transport.rank, transport.size)
+        super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
         self._transport = transport
         self._store = store
         self._timeout = timeout
@@ -60,7 +63,9 @@ class EchelonGroup(ProcessGroup):
         """The name of what moves this group's bytes: `mpi` or `gloo`."""
         return self._transport.name
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work | None:
+    def allreduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
+    ) -> Work | None:
         if type(opts) is not AllreduceOptions:
             tensors, opts = _listed(tensors), _options(AllreduceOptions, opts, reduceOp=op)
         if len(tensors) != 1:
@@ -79,17 +84,23 @@ class EchelonGroup(ProcessGroup):
         reduction = resolve(opts.reduceOp, _common_dtype(tensors))
         return self._submit(opts, tensors, operations.all_reduce_coalesced, tensors, reduction)
 
-    def reduce(self, tensors: Any, opts: Any = None, root: int = 0, op: Any = None, timeout: timedelta | None = None) -> Work | None:
+    def reduce(
+        self, tensors: Any, opts: Any = None, root: int = 0, op: Any = None, timeout: timedelta | None = None
+    ) -> Work | None:
         opts = _options(ReduceOptions, opts, rootRank=root, reduceOp=op)
         [tensor] = _listed(tensors)
-        return self._submit(opts, [tensor], operations.reduce, tensor, opts.rootRank, resolve(opts.reduceOp, tensor.dtype))
+        return self._submit(
+            opts, [tensor], operations.reduce, tensor, opts.rootRank, resolve(opts.reduceOp, tensor.dtype)
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> Work | None:
         opts = _options(BroadcastOptions, opts, rootRank=root)
         [tensor] = _listed(tensors)
         return self._submit(opts, [tensor], operations.broadcast, tensor, opts.rootRank)
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work | None:
         opts = _options(AllgatherOptions, opts)
         outputs, [tensor] = _listed_lists(output_tensors)[0], _listed(input_tensors)
         self._check_list("output", outputs)
@@ -99,7 +110,9 @@ class EchelonGroup(ProcessGroup):
         self._check_multiple("output", output, input)
         return self._submit(_options(AllgatherOptions, opts), [output], operations.all_gather_single, output, input)
 
-    def allgather_coalesced(self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None) -> Work | None:
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
+    ) -> Work | None:
         """`output_lists[rank][i]` receives tensor `i` of that rank."""
         by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
         return self._each(_options(AllgatherOptions, opts), output_lists, operations.all_gather, by_tensor, input_list)
@@ -109,7 +122,9 @@ class EchelonGroup(ProcessGroup):
             self._check_multiple("output", output, input)
         return self._each(_options(AllgatherOptions, opts), outputs, operations.all_gather_single, outputs, inputs)
 
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> Work | None:
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None
+    ) -> Work | None:
         opts = _options(GatherOptions, opts, rootRank=root)
         [tensor] = _listed(input_tensors)
         outputs = _listed_lists(output_tensors)[0] if output_tensors else None
@@ -117,7 +132,9 @@ class EchelonGroup(ProcessGroup):
             self._check_list("output", outputs or [])
         return self._submit(opts, outputs or [], operations.gather, outputs, tensor, opts.rootRank)
 
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> Work | None:
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None
+    ) -> Work | None:
         opts = _options(ScatterOptions, opts, rootRank=root)
         [tensor] = _listed(output_tensors)
         inputs = _listed_lists(input_tensors)[0] if input_tensors else None
@@ -125,7 +142,14 @@ class EchelonGroup(ProcessGroup):
             self._check_list("input", inputs or [])
         return self._submit(opts, [tensor], operations.scatter, tensor, inputs, opts.rootRank)
 
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work | None:
+    def reduce_scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+    ) -> Work | None:
         opts = _options(ReduceScatterOptions, opts, reduceOp=op)
         [output], inputs = _listed(output_tensors), _listed_lists(input_tensors)[0]
         self._check_list("input", inputs)
@@ -138,7 +162,9 @@ class EchelonGroup(ProcessGroup):
         reduction = resolve(opts.reduceOp, output.dtype)
         return self._submit(opts, [output], operations.reduce_scatter_single, output, input, reduction)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work | None:
         opts = _options(ReduceScatterOptions, opts)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_multiple("input", input, output)
@@ -159,10 +185,18 @@ class EchelonGroup(ProcessGroup):
         arguments = (output, input, output_split_sizes, input_split_sizes)
         return self._submit(_options(AllToAllOptions, opts), [output], operations.all_to_all_single, *arguments)
 
-    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+    def alltoall(
+        self,
+        output_tensors: list[Tensor],
+        input_tensors: list[Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> Work | None:
         self._check_list("output", output_tensors)
         self._check_list("input", input_tensors)
-        return self._submit(_options(AllToAllOptions, opts), output_tensors, operations.all_to_all, output_tensors, input_tensors)
+        return self._submit(
+            _options(AllToAllOptions, opts), output_tensors, operations.all_to_all, output_tensors, input_tensors
+        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
         return self._submit(_options(BarrierOptions, opts), [], _barrier)
@@ -180,7 +214,7 @@ class EchelonGroup(ProcessGroup):
         return self._receive(tensors, None, tag)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks which do not come. It goes through the store: an MPI call could not be given up."""
+        """A barrier that names who does not come. It goes through the store: an MPI call could not be given up."""
         self._barriers += 1
         place = f"monitored_barrier/{self._barriers}/"
         self._store.set(f"{place}{self.rank()}", "")
@@ -298,25 +332,35 @@ class EchelonGroup(ProcessGroup):
                 self._refuse_device(tensor)
 
     def _refuse_device(self, tensor: Tensor) -> None:
-        raise ValueError(f"this group moves CPU tensors over {self._transport.name}, and this tensor is on {tensor.device}: move it to the CPU first")
+        raise ValueError(
+            f"this group moves CPU tensors over {self._transport.name}, and this tensor is on {tensor.device}: "
+            "move it to the CPU first"
+        )
 
     def _check_list(self, name: str, tensors: list[Tensor]) -> None:
         if len(tensors) != self.size():
-            raise ValueError(f"the {name} list needs one tensor for each of the {self.size()} ranks, but has {len(tensors)}")
+            raise ValueError(
+                f"the {name} list needs one tensor for each of the {self.size()} ranks, but has {len(tensors)}"
+            )
 
     def _check_multiple(self, name: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise ValueError(
-                f"the {name} must hold {self.size()} × {part.numel()} elements of {part.dtype} (one part for each rank), "
+                f"the {name} must hold {self.size()} × {part.numel()} elements of {part.dtype}, a part for each rank, "
                 f"but holds {whole.numel()} of {whole.dtype}"
             )
 
     def _check_splits(self, name: str, tensor: Tensor, splits: list[int]) -> None:
         rows = tensor.shape[0] if tensor.dim() else 1
         if splits and (len(splits) != self.size() or sum(splits) != rows):
-            raise ValueError(f"the {name} splits {list(splits)} must be {self.size()} numbers that add up to the {name}'s {rows} rows")
+            raise ValueError(
+                f"the {name} splits {list(splits)} must be {self.size()} numbers "
+                f"that add up to the {name}'s {rows} rows"
+            )
         if not splits and rows % self.size():
-            raise ValueError(f"the {name} has {rows} rows, which {self.size()} ranks cannot share equally: give split sizes")
+            raise ValueError(
+                f"the {name} has {rows} rows, which {self.size()} ranks cannot share equally: give split sizes"
+            )
 
 
 class _Closed:
@@ -361,7 +405,9 @@ def _listed_lists(tensors: Any) -> list[list[Tensor]]:
 def _common_dtype(tensors: list[Tensor]) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) != 1:
-        raise ValueError(f"tensors reduced together must have one dtype, but these have {', '.join(sorted(map(str, dtypes)))}")
+        raise ValueError(
+            f"tensors reduced together must have one dtype, but these have {', '.join(sorted(map(str, dtypes)))}"
+        )
     return dtypes.pop()
 
 

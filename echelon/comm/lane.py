@@ -1,9 +1,9 @@
 """The order of collectives in one group.
 
-MPI wants the collectives of a communicator called in one order on all ranks and never by two threads at once; PyTorch lets each rank
-choose for itself whether a call is synchronous. So both kinds run the same blocking call, one at a time: a synchronous one in the
-caller's thread if nothing is ahead of it, everything else in the lane's own worker thread, in the order of the calls.
-A group has its own lane: waiting in one never delays another.
+MPI wants the collectives of a communicator called in one order on all ranks and never by two threads at once; PyTorch
+lets each rank choose for itself whether a call is synchronous. So both kinds run the same blocking call, one at a
+time: a synchronous one in the caller's thread if nothing is ahead of it, everything else in the lane's own worker
+thread, in the order of the calls. A group has its own lane: waiting in one never delays another.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Lane:
         self.post([], function, *arguments).wait()
 
     def post(self, outputs: list[Any], function: Callable[..., None], *arguments: Any) -> CollectiveWork:
-        """Run in the worker thread, after all that was submitted before; `outputs` is what the work's future will hold."""
+        """Run in the worker thread, after all that was submitted before; the work's future will hold `outputs`."""
         if self._closed:
             raise RuntimeError(self._closed)
         work = CollectiveWork(outputs, function, arguments)
@@ -61,7 +61,7 @@ class Lane:
         self._baton.acquire()  # for good: the fast path of `call` then always reaches `post`
 
     def abandon(self, reason: str) -> None:
-        """Refuse every later call, without touching the worker: for a child process, which inherited the lane but no thread of it."""
+        """Refuse every later call: for a forked child, which inherited the lane but not its worker."""
         self._closed = reason
         self._baton = allocate_lock()
         self._baton.acquire()

@@ -1,8 +1,9 @@
 """What each operation of the process group does to tensors, in terms of a transport.
 
-Transports take contiguous tensors; whatever is not contiguous is copied before and after. Lists and uneven splits become one exchange of
-parcels, straight from and into the caller's tensors. All ranks must take the same way through a function, so every choice made here
-depends only on what all ranks know alike: the operation, sizes, dtype and group.
+Transports take contiguous tensors; whatever is not contiguous is copied before and after. Lists and uneven splits
+become one exchange of parcels, straight from and into the caller's tensors. All ranks must take the same way through
+a function, so every choice made here depends only on what all ranks know alike: the operation, sizes, dtype and
+group.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from echelon.comm import algorithms
 from echelon.comm.reduction import Reduction
 from echelon.comm.transports import Transport
 
-# Bytes of input from which one exchange and a sum of our own beat both MPICH's and Open MPI's reduce_scatter (benchmarks/collectives.py).
+# Bytes of input from which one exchange and a sum of our own beat the reduce_scatter of MPICH and of Open MPI
+# (benchmarks/collectives.py).
 _LIBRARY_REDUCE_SCATTER = 2**20
 
 
@@ -92,7 +94,11 @@ def scatter(transport: Transport, output: Tensor, inputs: list[Tensor] | None, r
 
 
 def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, reduction: Reduction) -> None:
-    if input.nbytes < _LIBRARY_REDUCE_SCATTER and reduction.factor is None and (reduction.view or input.dtype) in transport.reducible:
+    if (
+        input.nbytes < _LIBRARY_REDUCE_SCATTER
+        and reduction.factor is None
+        and (reduction.view or input.dtype) in transport.reducible
+    ):
         dense = _dense(output)
         target = reduction.of(dense)
         transport.reduce_scatter(target, reduction.of(_apart(input, dense)), reduction.operation)
@@ -100,12 +106,17 @@ def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, r
             target.detach().div_(transport.size)
         _give_back(output, dense)
     else:
-        reduce_scatter_pieces(transport, output, list(torch.tensor_split(_dense(input).view(-1), transport.size)), reduction)
+        reduce_scatter_pieces(
+            transport, output, list(torch.tensor_split(_dense(input).view(-1), transport.size)), reduction
+        )
 
 
 def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], reduction: Reduction) -> None:
     """Pieces may differ in size from rank to rank."""
-    if len({piece.numel() for piece in inputs}) == 1 and sum(piece.nbytes for piece in inputs) < _LIBRARY_REDUCE_SCATTER:
+    if (
+        len({piece.numel() for piece in inputs}) == 1
+        and sum(piece.nbytes for piece in inputs) < _LIBRARY_REDUCE_SCATTER
+    ):
         reduce_scatter_single(transport, output, torch.cat([piece.detach().reshape(-1) for piece in inputs]), reduction)
     else:
         reduce_scatter_pieces(transport, output, inputs, reduction)

@@ -1,14 +1,15 @@
 """What a reduction means for a dtype: the one place where `ReduceOp` and dtypes meet.
 
 A `Reduction` is an elementary operation, and what to multiply by before it and divide by after it. Booleans are
-reduced as bytes of 0 and 1, complex sums as sums of their parts. Low-precision floats are never added in their own precision:
-`algorithms` brings the pieces of all ranks together and adds them in fp32, rounding once.
+reduced as bytes of 0 and 1, complex sums as sums of their parts. Low-precision floats are never added in their own
+precision: `algorithms` brings the pieces of all ranks together and adds them in fp32, rounding once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ LOW_PRECISION = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """`operation` over the ranks, of inputs seen as `view` (another dtype of the same bytes), premultiplied or averaged."""
+    """`operation` over the ranks, of inputs seen as `view` (a dtype for their bytes), premultiplied or averaged."""
 
     operation: str
     view: torch.dtype | None = None
@@ -48,13 +49,18 @@ class Reduction:
 
 def resolve(op: ReduceOp, dtype: torch.dtype) -> Reduction:
     """The reduction that `op` asks for on `dtype`; a TypeError where the dtype has no such operation."""
-    kind = hash(op)  # the operation's number, for both of PyTorch's ReduceOp types; comparing them costs ten times as much
+    kind = hash(
+        op
+    )  # the operation's number, for both of PyTorch's ReduceOp types; comparing them costs ten times as much
     if kind != _PREMUL_SUM:
         return _resolve(kind, dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"PREMUL_SUM multiplies by a real factor, which {dtype} cannot hold: use a floating-point tensor")
+        raise TypeError(
+            f"PREMUL_SUM multiplies by a real factor, which {dtype} cannot hold: use a floating-point tensor"
+        )
     plain = _resolve(hash(ReduceOp.SUM), dtype)
-    return Reduction(plain.operation, plain.view, factor=op.__getstate__()[1])
+    state: Any = op.__getstate__()
+    return Reduction(plain.operation, plain.view, factor=state[1])
 
 
 @cache
@@ -77,6 +83,8 @@ def _resolve(kind: int, dtype: torch.dtype) -> Reduction:
         raise TypeError(f"{name.upper()} is for integers and booleans, not {dtype}")
     if name == "avg":
         if not real:
-            raise TypeError(f"AVG of {dtype} would not be exact: use SUM and divide, or average in a floating-point dtype")
+            raise TypeError(
+                f"AVG of {dtype} would not be exact: use SUM and divide, or average in a floating-point dtype"
+            )
         return Reduction("sum", average=True)
     return Reduction(name)

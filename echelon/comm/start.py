@@ -28,12 +28,18 @@ def create_group(options: Any) -> EchelonGroup:
 
 
 def rendezvous(given: dict[str, int], timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
-    """Agree on a store through MPI, so that nobody need set MASTER_ADDR. `given` are the script's own rank and world_size, if any."""
+    """Agree on a store through MPI, so that nobody need set MASTER_ADDR.
+
+    `given` are the script's own rank and world_size, if any.
+    """
     world = mpi_world()
     rank, size = world.Get_rank(), world.Get_size()
     # Scripts for PyTorch's own MPI backend pass 0 and 0, or -1, and let MPI decide.
     if given.get("world_size", 0) > 0 and (given["world_size"], given.get("rank", rank)) != (size, rank):
-        raise ValueError(f"init_process_group was given {given}, but in the MPI world this process is rank {rank} of {size}: leave both out")
+        raise ValueError(
+            f"init_process_group was given {given}, but in the MPI world this process is rank {rank} of {size}: "
+            "leave both out"
+        )
     from mpi4py import MPI
 
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -44,7 +50,16 @@ def rendezvous(given: dict[str, int], timeout: timedelta) -> Iterator[tuple[Stor
         host = "127.0.0.1" if one_node else socket.gethostname()
         listener = socket.create_server(("127.0.0.1" if one_node else "", 0))
         port = listener.getsockname()[1]
-        store = TCPStore(host, port, size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach())
+        store = TCPStore(
+            host,
+            port,
+            size,
+            True,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
         world.bcast((host, port))
     else:
         host, port = world.bcast(None)
@@ -59,11 +74,14 @@ def _mpi(options: Any) -> Transport:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if options.group_size > world.Get_size() or ranks[options.group_rank] != world.Get_rank():
         raise RuntimeError(
-            f"this process is rank {ranks[options.group_rank]} of {options.group_size} for PyTorch, but rank {world.Get_rank()} of {world.Get_size()} for MPI: "
+            f"this process is rank {ranks[options.group_rank]} of {options.group_size} for PyTorch, "
+            f"but rank {world.Get_rank()} of {world.Get_size()} for MPI: "
             "RANK and WORLD_SIZE (or rank= and world_size=) must be MPI's own; leave them out"
         )
     members = world.Get_group().Incl(ranks)
-    tag = zlib.crc32(options.group_id.encode()) % 32768  # keeps groups apart that different threads make at once; MPI allows tags up to here
+    tag = (
+        zlib.crc32(options.group_id.encode()) % 32768
+    )  # keeps groups apart that different threads make at once; MPI allows tags up to here
     return MPITransport(world.Create_group(members, tag))
 
 
@@ -77,5 +95,13 @@ def _gloo(options: Any) -> Transport:
 @cache
 def _say_once(rank: int) -> None:
     if rank == 0:
-        started = "torchrun started this job" if "TORCHELASTIC_RUN_ID" in os.environ else "no MPI launcher started this process"
-        print(f"echelon: {started}, so there is no MPI world: communicating over Gloo. For MPI, start with `echelon run -n N script.py`", flush=True)
+        started = (
+            "torchrun started this job"
+            if "TORCHELASTIC_RUN_ID" in os.environ
+            else "no MPI launcher started this process"
+        )
+        print(
+            f"echelon: {started}, so there is no MPI world: communicating over Gloo. "
+            "For MPI, start with `echelon run -n N script.py`",
+            flush=True,
+        )

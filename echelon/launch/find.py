@@ -1,8 +1,9 @@
 """Finding the MPI of this machine: a launcher (`mpiexec`) and the library (`libmpi`) that belongs to it.
 
-A cluster's own MPI knows its network, so what stands on the PATH (a system's package, a loaded module) comes before what pip put into
-this Python environment. A launcher and a library of different families would start N worlds of one rank each, so each launcher
-is paired with a library of its own family, and the pair is asked for its version before it is used.
+A cluster's own MPI knows its network, so what stands on the PATH (a system's package, a loaded module) comes before
+what pip put into this Python environment. A launcher and a library of different families would start N worlds of one
+rank each, so each launcher is paired with a library of its own family, and the pair is asked for its version before
+it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version().strip(chr(0)).splitlines()[0])"
+_PROBE = """
+import mpi4py; mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().strip(chr(0)).splitlines()[0])
+"""
 _LIBRARIES = ("libmpi.so", "libmpi.so.12", "libmpi.so.40", "libmpich.so", "libmpich.so.12", "libmpi.dylib")
 INSTALL = "pip install 'echelon[mpich]'"
 
@@ -100,7 +105,10 @@ def _paired(mpiexec: Path, family: str, from_pip: bool) -> Installation | Reject
         seen.append(version)
     others = [version for version in seen if version]
     if others:
-        return Rejected(mpiexec, f"it starts {family} programs, but the MPI library in use is {others[0]}: N ranks would be N worlds of one")
+        return Rejected(
+            mpiexec,
+            f"it starts {family} programs, but the MPI library in use is {others[0]}: N ranks would be N worlds of one",
+        )
     return Rejected(mpiexec, f"no {family} library (libmpi) was found that belongs to it")
 
 
@@ -131,6 +139,8 @@ def _family(version: str) -> str | None:
 
 def _output(command: list[str], environment: dict[str, str] | None = None) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=60, check=False
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -1,7 +1,8 @@
 """Who am I: the rank, size and place that the launcher wrote into this process's environment.
 
-Every launcher has variables of its own. PyTorch scripts read torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, …), so those are filled
-in from the launcher's, and never overridden. Nothing here starts MPI or imports torch: it runs inside `import torch`.
+Every launcher has variables of its own. PyTorch scripts read torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, …), so those
+are filled in from the launcher's, and never overridden. Nothing here starts MPI or imports torch: it runs inside
+`import torch`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Family:
     local_size: tuple[str, ...] = ()
 
 
-# In the order of trust: a library's own variables before the resource manager's, which `mpiexec` inside a Slurm job inherits.
+# A library's own variables come before the resource manager's, which an `mpiexec` inside a Slurm job inherits.
 _FAMILIES = (
     _Family(  # Open MPI: mpirun, mpiexec, prterun
         ("OMPI_COMM_WORLD_RANK",),
@@ -67,8 +68,12 @@ _SLURM = _Family(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",
 
 def identity(environ: Mapping[str, str] = os.environ) -> Identity:
     """Read this process's identity from `environ`."""
-    if "TORCHELASTIC_RUN_ID" in environ:  # torchrun, perhaps itself inside an MPI or Slurm job whose variables it passes on
-        return _read(_Family(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)), environ, "torchrun") or Identity("torchrun")
+    if (
+        "TORCHELASTIC_RUN_ID" in environ
+    ):  # torchrun, perhaps itself inside an MPI or Slurm job whose variables it passes on
+        return _read(
+            _Family(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)), environ, "torchrun"
+        ) or Identity("torchrun")
     families = (*_FAMILIES, _SLURM) if _is_slurm_task(environ) else _FAMILIES
     for family in families:
         if found := _read(family, environ, "mpi"):
@@ -77,7 +82,7 @@ def identity(environ: Mapping[str, str] = os.environ) -> Identity:
 
 
 def show_output_by_line() -> None:
-    """Under `echelon run` a rank's output goes through pipes: write whole lines, at once, rather than blocks or fragments."""
+    """Under `echelon run` a rank's output goes through pipes: write whole lines, and at once."""
     if "ECHELON_JOB" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 

@@ -1,7 +1,7 @@
 """Starting ranks with the machine's MPI, and ending them: `echelon run`.
 
-The job runs in a session of its own. Signals are passed on once; whatever is still alive when the launcher has ended, or does not end when
-told to, is killed, so that no process stays behind.
+The job runs in a session of its own. Signals are passed on once; whatever is still alive when the launcher has ended,
+or does not end when told to, is killed, so that no process stays behind.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(job: Job, mpi: Installation) -> int:
         stdout=subprocess.PIPE if job.prefix_output else None,
         stderr=subprocess.STDOUT if job.prefix_output else None,
         start_new_session=True,
-        preexec_fn=_end_with_parent,
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 (this process has one thread)
     )
     try:
         with _signals_passed_to(process):
@@ -136,7 +136,7 @@ def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _print_prefixed(lines: IO[bytes]) -> None:
-    """Both launchers can mark lines with their rank; Open MPI's longer mark is brought to MPICH's form, `[rank] line`."""
+    """Both launchers mark lines with their rank; Open MPI's longer mark is brought to MPICH's form, `[rank] line`."""
     for line in lines:
         sys.stdout.buffer.write(_OPEN_MPI_TAG.sub(rb"[\1] ", line))
         sys.stdout.buffer.flush()
@@ -166,5 +166,8 @@ def _processes_of(identifier: str) -> Iterator[int]:
     mark = f"{_JOB_VARIABLE}={identifier}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0") and "\nState:\tZ" not in (folder / "status").read_text():
+            if (
+                mark in (folder / "environ").read_bytes().split(b"\0")
+                and "\nState:\tZ" not in (folder / "status").read_text()
+            ):
                 yield int(folder.name)

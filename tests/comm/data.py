@@ -1,6 +1,7 @@
 """What every rank can compute alone: the input of each rank, and the result of each reduction, exactly, in one process.
 
-Values are small whole numbers, so that every dtype, fp8 included, holds all sums and products of up to eight ranks without rounding.
+Values are small whole numbers, so that every dtype, fp8 included, holds all sums and products of up to eight ranks
+without rounding.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+FLOATS = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+)
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 COMPLEX = ("complex64", "complex128")
 DTYPES = (*FLOATS, *INTEGERS, *COMPLEX, "bool")
@@ -54,7 +64,11 @@ def reduced(tensors: list[Tensor], op: str) -> Tensor:
     dtype = tensors[0].dtype
     total = reduce(_COMBINE[op], [_wide(tensor) for tensor in tensors])
     if op == "AVG":
-        total = torch.view_as_complex(torch.view_as_real(total) / len(tensors)) if dtype.is_complex else total / len(tensors)
+        total = (
+            torch.view_as_complex(torch.view_as_real(total) / len(tensors))
+            if dtype.is_complex
+            else total / len(tensors)
+        )
     return total > 0 if dtype == torch.bool else total.to(dtype)
 
 

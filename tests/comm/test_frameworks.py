@@ -1,6 +1,7 @@
 """What people run over a process group, over Echelon and over Gloo: the same losses and parameters.
 
-On two ranks a sum has only one order, so equal means equal to the last bit; on four, equal within the rounding of fp32.
+On two ranks a sum has only one order, so equal means equal to the last bit; on four, equal within the rounding of
+fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ STEPS = 4
 
 def net() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8)
+    )
 
 
 def batch(step: int, shard: int = 0) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.comm.data import assert_same
-
 
 def members_alone() -> None:
     """Ranks 1 and 2 make a group while 0 and 3 do nothing at all."""
@@ -127,7 +125,9 @@ def functional_collectives() -> None:
     assert (x == rank + 1).all()
     assert functional.all_gather_tensor(x, 0, group).tolist() == [float(r + 1) for r in range(size) for _ in range(4)]
     assert functional.all_gather_tensor(x.view(2, 2), 1, group).shape == (2, 2 * size)
-    assert (functional.reduce_scatter_tensor(torch.full((4 * size,), float(rank)), "sum", 0, group) == sum(range(size))).all()
+    assert (
+        functional.reduce_scatter_tensor(torch.full((4 * size,), float(rank)), "sum", 0, group) == sum(range(size))
+    ).all()
     assert functional.broadcast(x, 0, group).tolist() == [1.0] * 4
     splits = [1] * size
     swapped = functional.all_to_all_single(torch.full((size,), float(rank)), splits, splits, group)
@@ -136,14 +136,16 @@ def functional_collectives() -> None:
     assert [t[0].item() for t in both] == [total, 2 * total]
     gathered = functional.all_gather_into_tensor_coalesced([x, 2 * x], group)
     assert gathered[1].tolist() == [2.0 * (r + 1) for r in range(size) for _ in range(4)]
-    scattered = functional.reduce_scatter_tensor_coalesced([torch.ones(size), torch.ones(2 * size)], "sum", [0, 0], group)
+    scattered = functional.reduce_scatter_tensor_coalesced(
+        [torch.ones(size), torch.ones(2 * size)], "sum", [0, 0], group
+    )
     assert [t.tolist() for t in scattered] == [[float(size)], [float(size)] * 2]
     weights = torch.full((4,), 2.0, requires_grad=True)
     functional.all_reduce(weights * rank, "sum", group)
 
 
 def older_and_newer_names() -> None:
-    """torch 2.11 calls some methods by other names than 2.13; shorter signatures take a root or an operation instead of options."""
+    """torch 2.11 calls some methods by other names than 2.13; shorter signatures take a root or an operation."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     one = torch.full((2,), float(rank))
     for gather in (group._allgather_base, group.all_gather_single):
@@ -242,7 +244,10 @@ def test_barriers(ranks):
     ranks(4, barriers)
 
 
-@pytest.mark.parametrize(("absent", "wait_all", "named"), [([2], False, "Rank 2 failed"), ([1, 3], True, "Ranks 1, 3 failed"), ([0], False, "Rank 0 failed")])
+@pytest.mark.parametrize(
+    ("absent", "wait_all", "named"),
+    [([2], False, "Rank 2 failed"), ([1, 3], True, "Ranks 1, 3 failed"), ([0], False, "Rank 0 failed")],
+)
 def test_monitored_barrier_names_the_absent(ranks, absent, wait_all, named):
     messages = ranks(4, barrier_without, absent, wait_all)
     for rank, message in enumerate(messages):

@@ -147,7 +147,9 @@ def all_to_all(case: Case) -> None:
 def all_to_all_single(case: Case) -> None:
     out = case.empty(COUNT * case.size)
     case.do(dist.all_to_all_single, out, case.mine(COUNT * case.size))
-    assert_same(out, torch.cat([whole[case.me * COUNT : (case.me + 1) * COUNT] for whole in case.all(COUNT * case.size)]))
+    assert_same(
+        out, torch.cat([whole[case.me * COUNT : (case.me + 1) * COUNT] for whole in case.all(COUNT * case.size)])
+    )
 
 
 def all_to_all_splits(case: Case) -> None:

@@ -14,7 +14,9 @@ from tests.comm.data import DTYPES, assert_same, dtype_of, values
 def ring(dtype: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     x, y = values(rank, 9, dtype_of(dtype)), torch.zeros(9, dtype=dtype_of(dtype))
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, y, (rank - 1) % size)])
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, y, (rank - 1) % size)]
+    )
     for work in works:
         work.wait()
     assert_same(y, values((rank - 1) % size, 9, dtype_of(dtype)))
@@ -68,7 +70,7 @@ def to_oneself() -> None:
 
 
 def ahead_of_a_collective() -> None:
-    """Rank 0's collective waits for rank 1, which first waits for a message that rank 0 sends after starting the collective."""
+    """Rank 0 starts a collective, then sends; rank 1 joins the collective only when it has the message."""
     x = torch.ones(4)
     if dist.get_rank() == 0:
         work = dist.all_reduce(x, async_op=True)

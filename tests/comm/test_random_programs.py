@@ -1,7 +1,8 @@
 """Random programs of collectives and messages on overlapping groups end, and are right.
 
-A program is plain data: the same steps for all ranks, but each rank chooses for itself which calls are asynchronous, when it waits, and in
-which order. Such a program is legal PyTorch: every rank issues the operations of a group in one order. Whatever the choices, it must end.
+A program is plain data: the same steps for all ranks, but each rank chooses for itself which calls are asynchronous,
+when it waits, and in which order. Such a program is legal PyTorch: every rank issues the operations of a group in one
+order. Whatever the choices, it must end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from torch import Tensor
 
 from tests.comm.data import assert_same, values
 
-KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "reduce", "barrier", "message")
+KINDS = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "reduce",
+    "barrier",
+    "message",
+)
 GROUPS = {
     3: ([0, 1, 2], [0, 1], [1, 2], [0, 2]),
     4: ([0, 1, 2, 3], [0, 1], [1, 2], [2, 3], [0, 3], [0, 2, 3], [1, 2, 3]),
@@ -99,7 +111,11 @@ def start(number: int, step: Step, members: list[int], group: dist.ProcessGroup,
         return Started(dist.all_to_all(out, inputs, **common), out, [of(member, me) for member in range(size)])
     if step.kind == "gather":
         out = [empty() for _ in members] if me == root else None
-        return Started(dist.gather(x, out, members[root], **common), out or [], [of(member) for member in range(size)] if me == root else [])
+        return Started(
+            dist.gather(x, out, members[root], **common),
+            out or [],
+            [of(member) for member in range(size)] if me == root else [],
+        )
     if step.kind == "scatter":
         out = empty()
         inputs = [of(me, piece) for piece in range(size)] if me == root else None
@@ -109,7 +125,9 @@ def start(number: int, step: Step, members: list[int], group: dist.ProcessGroup,
     return Started(dist.barrier(**common), [], [])
 
 
-def _message(me: int, root: int, step: Step, members: list[int], group: dist.ProcessGroup, of: Any, empty: Any) -> Started:
+def _message(
+    me: int, root: int, step: Step, members: list[int], group: dist.ProcessGroup, of: Any, empty: Any
+) -> Started:
     receiver = (root + 1) % len(members)
     tag = step.count % 3
     if me == root:

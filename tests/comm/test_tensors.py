@@ -41,7 +41,9 @@ def strided() -> None:
 
     peer = rank ^ 1
     x = torch.zeros(6, 4).t()
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, base[rank].t().contiguous().t(), peer), dist.P2POp(dist.irecv, x, peer)])
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, base[rank].t().contiguous().t(), peer), dist.P2POp(dist.irecv, x, peer)]
+    )
     for work in works:
         work.wait()
     assert_same(x.contiguous(), base[peer])
@@ -74,7 +76,7 @@ def empty_and_scalar() -> None:
 
 
 def overlapping() -> None:
-    """Inputs that are part of the outputs, in their own place (as FSDP2 has them) or in another, and on some ranks only."""
+    """Inputs that are part of the outputs, in their own place (as FSDP2 has them) or another, on some ranks only."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for place in (rank, 0):
         whole = torch.zeros(4 * size)
@@ -103,7 +105,7 @@ def leaf() -> None:
 
 
 def rounds_once(dtype: str, count: int) -> None:
-    """The sum of random low-precision numbers is the fp32 sum, rounded once: equal to the last bit, on every rank."""
+    """The sum of random low-precision numbers is the fp32 sum, rounded once: equal to the last bit on every rank."""
     size = dist.get_world_size()
     kind = dtype_of(dtype)
     inputs = [torch.randn(count, generator=torch.Generator().manual_seed(r)).to(kind) for r in range(size)]
@@ -160,7 +162,7 @@ def complex_product() -> None:
     """PyTorch's front end refuses it; the group itself has it."""
     x = torch.full((3,), 1j, dtype=torch.complex64)
     dist.group.WORLD.allreduce([x], dist.ReduceOp.PRODUCT).wait()
-    assert_same(x, torch.full((3,), 1j**dist.get_world_size(), dtype=torch.complex64))
+    assert_same(x, torch.full((3,), 1j ** dist.get_world_size(), dtype=torch.complex64))
 
 
 def refusals() -> list[str]:
@@ -210,7 +212,7 @@ def past_32_bits() -> None:
     whole = torch.empty(2 * count, dtype=torch.int8)
     dist.all_gather_into_tensor(whole, x)
     assert [int(whole[i]) for i in (count - 1, 2 * count - 1)] == [30, 31]
-    out = [torch.empty(count, dtype=torch.int8), torch.empty(3, dtype=torch.int8)] if rank == 0 else [torch.empty(count, dtype=torch.int8), torch.empty(3, dtype=torch.int8)]
+    out = [torch.empty(count, dtype=torch.int8), torch.empty(3, dtype=torch.int8)]
     del whole
     dist.all_gather(out, x if rank == 0 else torch.full((3,), 7, dtype=torch.int8))
     assert int(out[0][-1]) == 30

