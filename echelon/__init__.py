@@ -1,12 +1,22 @@
 """Echelon: MPI-driven deep learning on the PyTorch that people already have.
 
-Importing this package makes the backend `echelon` known to `torch.distributed`. Once Echelon is installed, `import
-torch` alone does that too, through PyTorch's `torch.backends` entry point.
+Where Echelon is installed, `import torch` makes the backend `echelon` known to `torch.distributed` (PyTorch's `torch.backends`
+entry point). Importing this package does the same where that entry point is missing or switched off.
 """
 
-from echelon.comm.torch_compat import register
+import os
+from importlib.metadata import entry_points
+
+from echelon.comm.torch_compat import BACKEND, register
 
 __version__ = "0.1.0"
 __all__ = ["__version__"]
 
-register()
+
+def _torch_will_register() -> bool:
+    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+    return autoload and BACKEND in entry_points(group="torch.backends").names
+
+
+if not _torch_will_register():
+    register()

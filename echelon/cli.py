@@ -68,3 +68,7 @@ def doctor() -> None:
 def _fail(message: str) -> None:
     Console(stderr=True).print(f"[red]echelon:[/] {escape(message)}", highlight=False)
     raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

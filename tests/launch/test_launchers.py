@@ -1,0 +1,134 @@
+"""An unmodified DDP script under every launcher, and the end of a job that goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.launch.find import find
+from echelon.launch.start import Job, command_line
+from tests.launch.jobs import ROOT, SCRIPTS, echelon, environment, result, run
+
+
+def expected(size: int, transport: str = "mpi") -> dict[str, object]:
+    """What the script must print, computed in one process."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        sum(model(torch.full((2, 4), float(rank))).sum() / size for rank in range(size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [round(w, 5) for w in model.weight.flatten().tolist()]
+    return {"size": size, "places": [[r, r] for r in range(size)], "weights": weights, "transport": transport}
+
+
+def mpiexec(size: int, *command: object) -> list[str]:
+    return command_line(Job(size, [str(part) for part in command]), find())
+
+
+@pytest.mark.parametrize("backend", ["echelon", "mpi"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_echelon_run(size, backend):
+    assert result(echelon("run", "-n", size, SCRIPTS / "ddp.py", backend)) == expected(size)
+
+
+@pytest.mark.parametrize("backend", ["echelon", "gloo"])
+def test_mpiexec(backend):
+    """No MASTER_ADDR for anyone, not even for Gloo."""
+    transport = "mpi" if backend == "echelon" else "none"
+    assert result(run(*mpiexec(2, sys.executable, SCRIPTS / "ddp.py", backend))) == expected(2, transport)
+
+
+def test_torchrun():
+    job = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "ddp.py", "echelon")
+    assert result(job) == expected(2, "gloo")
+    assert job.stdout.count("communicating over Gloo") == 1
+
+
+def test_torchrun_inside_mpiexec():
+    """A launcher inside another: the inner one counts."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "ddp.py", "echelon"]
+    assert result(run(*mpiexec(1, *torchrun))) == expected(2, "gloo")
+
+
+def test_every_operation_under_torchrun():
+    job = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", SCRIPTS / "operations.py", timeout=240)
+    transport, count = result(job).split()
+    assert transport == "gloo"
+    assert int(count) > 500
+
+
+def test_own_numbers_are_kept():
+    """RANK and WORLD_SIZE that are already set win; where they contradict MPI, the error says so."""
+    job = run(*mpiexec(2, sys.executable, SCRIPTS / "ddp.py", "echelon"), RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    assert job.returncode != 0
+    assert "must be MPI's own" in job.stderr
+
+
+def test_prefix():
+    job = echelon("run", "-n", 2, "--prefix", SCRIPTS / "ends.py", "ends well")
+    assert job.returncode == 0
+    assert sorted(line.split()[:2] for line in job.stdout.splitlines()) == [["[0]", "PROCESS"], ["[1]", "PROCESS"]]
+
+
+@pytest.mark.parametrize(("how", "codes"), [("raises", {1}), ("exits", {7}), ("vanishes", {8}), ("killed", {9, 137})])
+def test_exit_code_is_the_failing_ranks(how, codes):
+    job = echelon("run", "-n", 2, SCRIPTS / "ends.py", how, timeout=60)
+    assert job.returncode in codes
+    assert not _alive(job.stdout)
+    if how == "raises":
+        assert "ValueError: on purpose" in job.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_stopped_job_leaves_nothing(number):
+    command = [sys.executable, "-m", "echelon.cli", "run", "-n", "2", str(SCRIPTS / "ends.py"), "sleeps"]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(), cwd=ROOT)
+    lines = []
+    while not lines or lines[-1].strip() != "SLEEPING":
+        lines.append(job.stdout.readline())
+    job.send_signal(number)
+    assert job.wait(20) != 0
+    deadline = time.monotonic() + 15
+    while (left := _alive("".join(lines))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def test_missing_script():
+    job = echelon("run", "-n", 2, "no_such_script.py")
+    assert job.returncode != 0
+    assert "no_such_script.py" in job.stderr
+
+
+def test_help_names_the_commands():
+    text = echelon("--help").stdout
+    assert "run" in text
+    assert "doctor" in text
+
+
+def test_doctor():
+    job = echelon("doctor")
+    assert job.returncode == 0, job.stdout
+    for words in ("one world of 2, thread level multiple", "CUDA-aware MPI", "PyTorch", "GPUs", "all is well"):
+        assert words in " ".join(job.stdout.split())
+
+
+def _alive(output: str) -> list[int]:
+    """The ranks that told their process number and still run."""
+    pids = [int(line.split("PROCESS ")[1]) for line in output.splitlines() if "PROCESS " in line]
+    assert pids, output
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()]
+
+
+if os.environ.get("ECHELON_JOB"):
+    raise RuntimeError("these tests start jobs of their own: do not run them inside one")
