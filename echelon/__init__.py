@@ -1,7 +1,7 @@
 """Echelon: MPI-driven deep learning on the PyTorch that people already have.
 
-Where Echelon is installed, `import torch` makes the backend `echelon` known to `torch.distributed` (PyTorch's `torch.backends`
-entry point). Importing this package does the same where that entry point is missing or switched off.
+Where Echelon is installed, `import torch` makes the backend `echelon` known to `torch.distributed`, through PyTorch's
+`torch.backends` entry point. Importing this package does the same where that entry point is missing or switched off.
 """
 
 import os

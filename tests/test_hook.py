@@ -15,13 +15,16 @@ def python(code: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_torch_alone_knows_the_backend():
-    job = python("import torch, sys; print(torch.distributed.is_backend_available('echelon'), 'echelon' in sys.modules)")
+    job = python(
+        "import torch, sys; print(torch.distributed.is_backend_available('echelon'), 'echelon' in sys.modules)"
+    )
     assert job.stdout.split() == ["True", "True"], job.stderr
 
 
 def test_the_hook_starts_nothing():
     """Neither MPI nor the modules that need it are loaded by `import torch`."""
-    code = "import torch, sys; print([m for m in sys.modules if m.startswith(('mpi4py', 'echelon.comm.', 'rich', 'typer'))])"
+    kinds = ("mpi4py", "echelon.comm.", "rich", "typer")
+    code = f"import torch, sys; print([m for m in sys.modules if m.startswith({kinds})])"
     assert python(code).stdout.strip() == "['echelon.comm.torch_compat']"
 
 

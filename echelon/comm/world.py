@@ -30,24 +30,35 @@ def mpi_world() -> MPI.Intracomm:
     # Open MPI spins while it waits, which starves the rank's other threads and its neighbours; it reads this once.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     mpi = _load()
+    me = identity()
+    if not mpi.Is_initialized():
+        _check_launcher(me, mpi)
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise RuntimeError(
             f"this MPI ({library_name(mpi)}) runs at a thread level below MPI_THREAD_MULTIPLE, which Echelon needs "
             "to communicate while the program computes. MVAPICH2 gives it with MV2_ENABLE_AFFINITY=0; "
             "other libraries must be built with it"
         )
-    _check_world(identity(), mpi)
+    if me.size != mpi.COMM_WORLD.Get_size():
+        raise _wrong_launcher(me, mpi, f"but MPI sees a world of {mpi.COMM_WORLD.Get_size()}")
     _Ending(mpi).install()
     world: MPI.Intracomm = mpi.COMM_WORLD
     return world
 
 
+def library_name(mpi: Any) -> str:
+    """The library's own name and version, in one line."""
+    return " ".join(str(mpi.Get_library_version()).strip("\0 ").splitlines()[0].split())
+
+
 def _load() -> Any:
+    """mpi4py's module, without starting MPI (unless the script has started it already)."""
     try:
         import mpi4py
     except ModuleNotFoundError:
         raise RuntimeError(_NO_MPI4PY) from None
-    mpi4py.rc.thread_level = "multiple"
+    mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
@@ -56,20 +67,19 @@ def _load() -> Any:
     return MPI
 
 
-def library_name(mpi: Any) -> str:
-    """The library's own name and version, in one line."""
-    return str(mpi.Get_library_version()).strip().splitlines()[0].strip("\0 ,")
+def _check_launcher(me: Identity, mpi: Any) -> None:
+    """MPICH aborts the process if Open MPI's launcher started it, so that must be seen before MPI starts."""
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and "open mpi" not in library_name(mpi).lower():
+        raise _wrong_launcher(me, mpi, "with Open MPI's launcher")
 
 
-def _check_world(me: Identity, mpi: Any) -> None:
-    size = mpi.COMM_WORLD.Get_size()
-    if me.size != size:
-        raise RuntimeError(
-            f"the launcher started {me.size} processes, but MPI sees a world of {size}: the launcher does not belong "
-            f"to the MPI library in use ({library_name(mpi)}). Start with `echelon run -n {me.size} …`, which finds "
-            "the right one, or with that library's own mpiexec; under Slurm, try `srun --mpi=pmi2` (MPICH) or "
-            "`--mpi=pmix` (Open MPI). `echelon doctor` shows what is installed"
-        )
+def _wrong_launcher(me: Identity, mpi: Any, problem: str) -> RuntimeError:
+    return RuntimeError(
+        f"the launcher started {me.size} processes, {problem}: it does not belong to the MPI library in use "
+        f"({library_name(mpi)}). Start with `echelon run -n {me.size} …`, which finds the right one, or with that "
+        "library's own mpiexec; under Slurm, try `srun --mpi=pmi2` (MPICH) or `--mpi=pmix` (Open MPI). "
+        "`echelon doctor` shows what is installed"
+    )
 
 
 class _Ending:

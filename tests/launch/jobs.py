@@ -14,7 +14,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sysconfig.get_path("scripts"))
-_LAUNCHER_VARIABLES = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_\w+|OMPI_\w+|PMI\w*_\w+|MPI_\w+)$")
+_LAUNCHER_VARIABLES = re.compile(
+    r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_\w+|OMPI_\w+|PMI\w*_\w+|MPI_\w+)$"
+)
 
 
 def environment(**extra: str) -> dict[str, str]:

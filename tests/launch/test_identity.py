@@ -20,12 +20,20 @@ MVAPICH2 = {
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
 }
 MVAPICH3 = {name.replace("MV2", "MVP"): value for name, value in MVAPICH2.items()}
-SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "5"}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "5",
+}
 SRUN_PMI2 = SRUN | {"PMI_RANK": "3", "PMI_SIZE": "8"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA, MVAPICH2, MVAPICH3], ids=["openmpi", "hydra", "mvapich2", "mvapich3"])
+@pytest.mark.parametrize(
+    "environ", [OPEN_MPI, HYDRA, MVAPICH2, MVAPICH3], ids=["openmpi", "hydra", "mvapich2", "mvapich3"]
+)
 def test_mpi_launchers(environ):
     assert identity(environ) == Identity("mpi", 3, 8, 1, 2)
 

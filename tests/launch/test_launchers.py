@@ -49,19 +49,43 @@ def test_mpiexec(backend):
 
 
 def test_torchrun():
-    job = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "ddp.py", "echelon")
+    job = run(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        SCRIPTS / "ddp.py",
+        "echelon",
+    )
     assert result(job) == expected(2, "gloo")
     assert job.stdout.count("communicating over Gloo") == 1
 
 
 def test_torchrun_inside_mpiexec():
     """A launcher inside another: the inner one counts."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "ddp.py", "echelon"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        SCRIPTS / "ddp.py",
+        "echelon",
+    ]
     assert result(run(*mpiexec(1, *torchrun))) == expected(2, "gloo")
 
 
 def test_every_operation_under_torchrun():
-    job = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", SCRIPTS / "operations.py", timeout=240)
+    job = run(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=3",
+        SCRIPTS / "operations.py",
+        timeout=240,
+    )
     transport, count = result(job).split()
     assert transport == "gloo"
     assert int(count) > 500
@@ -69,7 +93,13 @@ def test_every_operation_under_torchrun():
 
 def test_own_numbers_are_kept():
     """RANK and WORLD_SIZE that are already set win; where they contradict MPI, the error says so."""
-    job = run(*mpiexec(2, sys.executable, SCRIPTS / "ddp.py", "echelon"), RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    job = run(
+        *mpiexec(2, sys.executable, SCRIPTS / "ddp.py", "echelon"),
+        RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
     assert job.returncode != 0
     assert "must be MPI's own" in job.stderr
 
@@ -92,7 +122,9 @@ def test_exit_code_is_the_failing_ranks(how, codes):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_stopped_job_leaves_nothing(number):
     command = [sys.executable, "-m", "echelon.cli", "run", "-n", "2", str(SCRIPTS / "ends.py"), "sleeps"]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(), cwd=ROOT)
+    job = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(), cwd=ROOT
+    )
     lines = []
     while not lines or lines[-1].strip() != "SLEEPING":
         lines.append(job.stdout.readline())
@@ -127,7 +159,11 @@ def _alive(output: str) -> list[int]:
     """The ranks that told their process number and still run."""
     pids = [int(line.split("PROCESS ")[1]) for line in output.splitlines() if "PROCESS " in line]
     assert pids, output
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()]
+    return [
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    ]
 
 
 if os.environ.get("ECHELON_JOB"):
