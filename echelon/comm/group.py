@@ -232,9 +232,13 @@ class EchelonGroup(ProcessGroup):
         if verdict:
             raise DistBackendError(verdict)
 
-    def shutdown(self) -> None:
-        """Finish what is under way and free the communicators; all ranks of the group do this."""
+    def finish(self) -> None:
+        """Finish what is under way; nothing can be started any more."""
         self._lane.close(f"process group {self._name!r} was destroyed: no operation can be started on it any more")
+
+    def shutdown(self) -> None:
+        """Finish, and free the communicators; all ranks of the group do this."""
+        self.finish()
         transport, self._transport = self._transport, _Closed(self.rank(), self.size())
         transport.close()
 
@@ -265,6 +269,12 @@ class EchelonGroup(ProcessGroup):
 
     def get_group_store(self) -> Store:
         return self._store
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> EchelonGroup:
+        """A group of PyTorch's own asks one backend a device; this one stands for all of them."""
+        return self
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -413,6 +423,12 @@ def _common_dtype(tensors: list[Tensor]) -> torch.dtype:
 
 def _milliseconds(timeout: timedelta) -> int:
     return round(timeout.total_seconds() * 1000)
+
+
+def finish_groups() -> None:
+    """Finish what is under way in every group; the process is about to end."""
+    for group in list(_groups):
+        group.finish()
 
 
 def _abandon_groups() -> None:

@@ -27,6 +27,7 @@ class Lane:
         self._pending: deque[CollectiveWork] = deque()  # queued or running in the worker
         self._arrivals: SimpleQueue[CollectiveWork | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
+        self._starting = allocate_lock()
         self._closed = ""
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -67,8 +68,10 @@ class Lane:
         self._baton.acquire()
 
     def _start(self) -> None:
-        self._worker = threading.Thread(target=self._serve, name=f"echelon-{self._name}", daemon=True)
-        self._worker.start()
+        with self._starting:
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._serve, name=f"echelon-{self._name}", daemon=True)
+                self._worker.start()
 
     def _serve(self) -> None:
         while (work := self._arrivals.get()) is not None:

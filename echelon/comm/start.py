@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import zlib
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,9 +16,9 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from echelon.comm.group import EchelonGroup
+from echelon.comm.group import EchelonGroup, finish_groups
 from echelon.comm.transports import Transport
-from echelon.comm.world import mpi_world
+from echelon.comm.world import before_finalizing, mpi_world
 from echelon.launch.identity import identity
 
 
@@ -71,6 +72,7 @@ def _mpi(options: Any) -> Transport:
     from echelon.comm.transports.mpi import MPITransport
 
     world = mpi_world()
+    _finish_in_time()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if options.group_size > world.Get_size() or ranks[options.group_rank] != world.Get_rank():
         raise RuntimeError(
@@ -85,23 +87,26 @@ def _mpi(options: Any) -> Transport:
     return MPITransport(world.Create_group(members, tag))
 
 
+@cache
+def _finish_in_time() -> None:
+    """What was started asynchronously and never waited for is finished before MPI ends."""
+    before_finalizing(finish_groups)
+
+
 def _gloo(options: Any) -> Transport:
     from echelon.comm.transports.native import GlooTransport
 
-    _say_once(options.group_rank)
+    _say_once()
     return GlooTransport(options.store, options.group_rank, options.group_size, options.timeout)
 
 
 @cache
-def _say_once(rank: int) -> None:
-    if rank == 0:
-        started = (
-            "torchrun started this job"
-            if "TORCHELASTIC_RUN_ID" in os.environ
-            else "no MPI launcher started this process"
-        )
+def _say_once() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        started = "torchrun started this job" if torchrun else "no MPI launcher started this process"
         print(
             f"echelon: {started}, so there is no MPI world: communicating over Gloo. "
             "For MPI, start with `echelon run -n N script.py`",
-            flush=True,
+            file=sys.stderr,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -42,9 +43,14 @@ def mpi_world() -> MPI.Intracomm:
         )
     if me.size != mpi.COMM_WORLD.Get_size():
         raise _wrong_launcher(me, mpi, f"but MPI sees a world of {mpi.COMM_WORLD.Get_size()}")
-    _Ending(mpi).install()
+    _ending().install(mpi)
     world: MPI.Intracomm = mpi.COMM_WORLD
     return world
+
+
+def before_finalizing(finish: Callable[[], None]) -> None:
+    """Have `finish` called when this rank ends well, while MPI still runs."""
+    _ending().callbacks.append(finish)
 
 
 def library_name(mpi: Any) -> str:
@@ -85,12 +91,13 @@ def _wrong_launcher(me: Identity, mpi: Any, problem: str) -> RuntimeError:
 class _Ending:
     """Finalizes MPI when this rank ends well, and leaves without when it fails."""
 
-    def __init__(self, mpi: Any) -> None:
-        self._mpi = mpi
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[], None]] = []
         self._process = os.getpid()
         self._status = 0
 
-    def install(self) -> None:
+    def install(self, mpi: Any) -> None:
+        self._mpi = mpi
         self._excepthook, self._exit = sys.excepthook, sys.exit
         sys.excepthook = self._on_exception
         sys.exit = self._on_exit  # type: ignore[assignment]
@@ -111,4 +118,11 @@ class _Ending:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._status & 0xFF)
+        for finish in self.callbacks:
+            finish()
         self._mpi.Finalize()
+
+
+@cache
+def _ending() -> _Ending:
+    return _Ending()

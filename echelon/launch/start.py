@@ -98,7 +98,8 @@ def rank_environment(job: Job, mpi: Installation) -> dict[str, str]:
 
 def cores_per_rank(job: Job) -> int:
     """This machine's cores, shared among the ranks of a host."""
-    return max(len(os.sched_getaffinity(0)) // job.ranks_per_host, 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // job.ranks_per_host, 1)
 
 
 def _end_with_parent() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 
@@ -29,6 +30,35 @@ def many_groups() -> None:
         group = dist.new_group()
         dist.barrier(group)
         dist.destroy_process_group(group)
+
+
+def destroyed_in_any_order() -> None:
+    """One rank destroys a group at once, the others when they have done something else together."""
+    first, second = dist.new_group(), dist.new_group()
+    for group in (first, second):
+        dist.barrier(group)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(first)
+        dist.barrier()
+        dist.destroy_process_group(second)
+    else:
+        dist.barrier()
+        dist.destroy_process_group(second)
+        dist.destroy_process_group(first)
+    dist.barrier()
+
+
+def mesh() -> None:
+    """A mesh of named dimensions is made of Echelon's groups."""
+    rank = dist.get_rank()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x, group=grid.get_group("columns"))
+    assert x.item() == (1 if rank < 2 else 5)
+    dist.all_reduce(x, group=grid.get_group("rows"))
+    assert x.item() == 6
+    assert dist.get_backend(grid.get_group("rows")) == "echelon"
+    assert not grid.get_group("rows")._get_backend(torch.device("cpu")).supports_splitting
 
 
 def after_destroy() -> str:
@@ -214,6 +244,14 @@ def test_members_alone(ranks):
 
 def test_many_groups(ranks):
     ranks(2, many_groups)
+
+
+def test_destroyed_in_any_order(ranks):
+    ranks(3, destroyed_in_any_order)
+
+
+def test_mesh(ranks):
+    ranks(4, mesh)
 
 
 def test_after_destroy(ranks):

@@ -59,7 +59,7 @@ def test_torchrun():
         "echelon",
     )
     assert result(job) == expected(2, "gloo")
-    assert job.stdout.count("communicating over Gloo") == 1
+    assert job.stderr.count("communicating over Gloo") == 1
 
 
 def test_torchrun_inside_mpiexec():

@@ -24,4 +24,5 @@ if dist.get_rank() == 1:
     if how == "sleeps":
         print("SLEEPING", flush=True)
         time.sleep(1000)
-dist.all_reduce(torch.ones(1))
+x = torch.ones(2**20)
+works = [dist.all_reduce(x, async_op=True) for _ in range(10)]  # never waited for
