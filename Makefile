@@ -31,8 +31,9 @@ lint: $(READY)  ## ruff, mypy and the floors of the design
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## the collectives beside Gloo and raw mpi4py
+bench: $(READY)  ## the collectives beside Gloo and raw mpi4py; what the hook adds to `import torch`
 	$(BIN)/echelon run -n 2 benchmarks/collectives.py --json benchmarks/results/collectives.json --plot docs/collectives.png
+	$(BIN)/python benchmarks/import_hook.py --json benchmarks/results/import_hook.json
 
 clean:  ## remove the environments
 	rm -rf $(VENV) $(OPENMPI)

@@ -9,10 +9,12 @@ are taken inside the run.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 CONTENDERS = ("echelon", "gloo", "raw")
-ROUNDS = 9
+ROUNDS = 15
 ROUND_SECONDS = 0.02
 TARGETS = (
     "to reach for all_reduce: ≥ 20 × Gloo up to 4 KiB, ≥ 2 × from 1 to 16 MiB; "
@@ -169,10 +171,13 @@ def measure(operation: str, size: int, gloo: dist.ProcessGroup) -> Point:
 
 def _time(call: Call, repeats: int) -> float:
     MPI.COMM_WORLD.Barrier()
+    gc.disable()
     start = time.perf_counter()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats
+    seconds = time.perf_counter() - start
+    gc.enable()
+    return seconds / repeats
 
 
 def _repeats(call: Call) -> int:
@@ -295,16 +300,17 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="where to draw it")
     arguments = parser.parse_args()
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # torch 2.13 renames two operations
     dist.init_process_group("echelon")
     gloo = dist.new_group(backend="gloo")
     rank = dist.get_rank()
     console = Console(quiet=rank != 0, width=150)
     todo = [(operation, size) for operation in arguments.operations for size in sizes(operation, arguments.largest)]
     points = []
-    with Progress(console=console, transient=True, disable=rank != 0) as progress:
+    with Progress(console=console, transient=True, disable=rank != 0, auto_refresh=False) as progress:
         task = progress.add_task("measuring", total=len(todo))
         for operation, size in todo:
-            progress.update(task, description=f"{operation} {human(size)}")
+            progress.update(task, description=f"{operation} {human(size)}", refresh=True)
             points.append(measure(operation, size, gloo))
             progress.advance(task)
     console.print(table(points))

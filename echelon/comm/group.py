@@ -35,22 +35,26 @@ from echelon.comm import operations
 from echelon.comm.lane import Lane
 from echelon.comm.reduction import resolve
 from echelon.comm.transports import Transport
-from echelon.comm.work import MessageWork, PostOffice
+from echelon.comm.work import CollectiveWork, MessageWork, PostOffice
 
 BACKEND = "echelon"
-_VERDICT_GRACE = timedelta(
-    seconds=5
-)  # for rank 0, which waits for the others as long as they wait for it, to say what it saw
+# For rank 0, which waits for the others as long as they wait for it, to say what it saw.
+_VERDICT_GRACE = timedelta(seconds=5)
 _groups: weakref.WeakSet[EchelonGroup] = weakref.WeakSet()
 _post_office = PostOffice()
 
 
 class EchelonGroup(ProcessGroup):
-    """A `torch.distributed.ProcessGroup` over one transport."""
+    """A `torch.distributed.ProcessGroup` over a transport for CPU tensors and, where there is one, another for CUDA."""
 
-    def __init__(self, transport: Transport, store: Store, timeout: timedelta) -> None:
+    def __init__(
+        self, transport: Transport, store: Store, timeout: timedelta, cuda: Callable[[], Transport] | None = None
+    ) -> None:
+        """`cuda` makes the transport for CUDA tensors, when the first one comes."""
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
         self._transport = transport
+        self._make_cuda_transport = cuda
+        self._cuda_transport: Transport | None = None
         self._store = store
         self._timeout = timeout
         self._name = self._description = ""
@@ -60,7 +64,7 @@ class EchelonGroup(ProcessGroup):
 
     @property
     def transport(self) -> str:
-        """The name of what moves this group's bytes: `mpi` or `gloo`."""
+        """The name of what moves this group's CPU tensors: `mpi` or `gloo`."""
         return self._transport.name
 
     def allreduce(
@@ -72,10 +76,8 @@ class EchelonGroup(ProcessGroup):
             return self.allreduce_coalesced(tensors, opts)
         tensor = tensors[0]
         reduction = resolve(opts.reduceOp, tensor.dtype)
-        if not tensor.is_cpu:
-            self._refuse_device(tensor)
-        if opts.asyncOp:
-            return self._lane.post(tensors, operations.all_reduce, self._transport, tensor, reduction)
+        if opts.asyncOp or not tensor.is_cpu:
+            return self._submit(opts, tensors, operations.all_reduce, tensor, reduction)
         self._lane.call(operations.all_reduce, self._transport, tensor, reduction)
         return None
 
@@ -203,9 +205,8 @@ class EchelonGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         [tensor] = _listed(tensors)
-        self._check_device(tensor)
         dense = tensor.detach().contiguous()
-        return self._watched(MessageWork([tensor], self._open().send(dense, dst, tag), dense))
+        return self._watched(MessageWork([tensor], self._open(tensor).send(dense, dst, tag), dense))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         return self._receive(tensors, src, tag)
@@ -291,8 +292,10 @@ class EchelonGroup(ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _submit(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *arguments: Any) -> Work | None:
-        for argument in arguments:
-            self._check_device(argument)
+        cuda = self._for_cuda(*arguments)
+        if cuda is not None:  # only enqueues, so there is nothing to wait for and no need of the lane
+            operation(cuda, *arguments)
+            return CollectiveWork.done(outputs) if opts.asyncOp else None
         if opts.asyncOp:
             return self._lane.post(outputs, operation, self._transport, *arguments)
         self._lane.call(operation, self._transport, *arguments)
@@ -303,17 +306,36 @@ class EchelonGroup(ProcessGroup):
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
         [tensor] = _listed(tensors)
-        self._check_device(tensor)
+        transport = self._open(tensor)
         if tensor.is_contiguous():
-            return self._watched(MessageWork([tensor], self._open().receive(tensor, src, tag), tensor))
+            return self._watched(MessageWork([tensor], transport.receive(tensor, src, tag), tensor))
         dense = tensor.detach().contiguous()
-        work = MessageWork([tensor], self._open().receive(dense, src, tag), dense, lambda: tensor.detach().copy_(dense))
+        work = MessageWork([tensor], transport.receive(dense, src, tag), dense, lambda: tensor.detach().copy_(dense))
         return self._watched(work)
 
-    def _open(self) -> Transport:
+    def _open(self, tensor: Tensor) -> Transport:
+        """The transport for messages that hold `tensor`."""
         if isinstance(self._transport, _Closed):
             self._lane.post([], _barrier)  # raises the reason why the lane is closed
-        return self._transport
+        return self._for_cuda(tensor) or self._transport
+
+    def _for_cuda(self, *arguments: Any) -> Transport | None:
+        """The transport for CUDA tensors if any of the arguments (tensors or lists of them) is one, else None."""
+        for argument in arguments:
+            for tensor in argument if type(argument) is list else (argument,):
+                if isinstance(tensor, Tensor) and not tensor.is_cpu:
+                    return self._open_cuda(tensor)
+        return None
+
+    def _open_cuda(self, tensor: Tensor) -> Transport:
+        if self._make_cuda_transport is None or not tensor.is_cuda:
+            raise ValueError(
+                f"this group moves CPU tensors over {self._transport.name}, and this tensor is on {tensor.device}: "
+                "move it to the CPU first"
+            )
+        if self._cuda_transport is None:
+            self._cuda_transport = self._make_cuda_transport()
+        return self._cuda_transport
 
     def _watched(self, work: MessageWork) -> MessageWork:
         _post_office.watch(work)
@@ -335,17 +357,6 @@ class EchelonGroup(ProcessGroup):
             return ""
         who = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return f"[Rank 0]: {who} failed to pass monitoredBarrier in {_milliseconds(timeout)} ms"
-
-    def _check_device(self, argument: Any) -> None:
-        for tensor in argument if type(argument) is list else (argument,):
-            if isinstance(tensor, Tensor) and not tensor.is_cpu:
-                self._refuse_device(tensor)
-
-    def _refuse_device(self, tensor: Tensor) -> None:
-        raise ValueError(
-            f"this group moves CPU tensors over {self._transport.name}, and this tensor is on {tensor.device}: "
-            "move it to the CPU first"
-        )
 
     def _check_list(self, name: str, tensors: list[Tensor]) -> None:
         if len(tensors) != self.size():

@@ -18,9 +18,10 @@ from echelon.comm import algorithms
 from echelon.comm.reduction import Reduction
 from echelon.comm.transports import Transport
 
-# Bytes of input from which one exchange and a sum of our own beat the reduce_scatter of MPICH and of Open MPI
-# (benchmarks/collectives.py).
-_LIBRARY_REDUCE_SCATTER = 2**20
+# Sizes in bytes at which one way becomes faster than another, with MPICH and with Open MPI (benchmarks/collectives.py).
+_LIBRARY_REDUCE_SCATTER = 2**20  # up to here the library's reduce_scatter, then one exchange and a sum of our own
+_LIBRARY_REDUCE = 2**23  # the same for reduce
+_FLAT_GATHER = 2**16  # up to here lists are gathered as one tensor and copied, then straight into the list's tensors
 
 
 def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> None:
@@ -50,7 +51,7 @@ def reduce(transport: Transport, tensor: Tensor, root: int, reduction: Reduction
     if not tensor.is_contiguous() or (reduction.factor is not None and transport.rank != root):
         work = work.clone(memory_format=torch.contiguous_format)
     flat = _prepared(work, reduction)
-    if flat.dtype in transport.reducible:
+    if flat.dtype in transport.reducible and flat.nbytes < _LIBRARY_REDUCE:
         transport.reduce(flat, reduction.operation, root)
         if reduction.average and transport.rank == root:
             flat.div_(transport.size)
@@ -75,8 +76,14 @@ def all_gather_single(transport: Transport, output: Tensor, input: Tensor) -> No
 
 def all_gather(transport: Transport, outputs: list[Tensor], input: Tensor) -> None:
     """Tensors may differ in size from rank to rank, as long as all ranks expect the same sizes."""
-    dense = [_dense(output) for output in outputs]
     mine = _dense(input)
+    if len({output.numel() for output in outputs}) == 1 and mine.nbytes * transport.size <= _FLAT_GATHER:
+        flat = mine.new_empty((transport.size, mine.numel()))
+        transport.all_gather(flat, mine)
+        for output, part in zip(outputs, flat, strict=True):
+            output.detach().copy_(part.view(output.shape))
+        return
+    dense = [_dense(output) for output in outputs]
     transport.exchange([(rank, mine) for rank in range(transport.size)], list(enumerate(dense)))
     _give_all_back(outputs, dense)
 

@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch.distributed import Store, TCPStore
@@ -24,8 +24,9 @@ from echelon.launch.identity import identity
 
 def create_group(options: Any) -> EchelonGroup:
     """Make the group that `options` (PyTorch's `_DistributedBackendOptions`) describe; called by its members alone."""
-    transport = _mpi(options) if identity().in_mpi_world else _gloo(options)
-    return EchelonGroup(transport, options.store, options.timeout)
+    if identity().in_mpi_world:
+        return EchelonGroup(_mpi(options), options.store, options.timeout)
+    return _native_group(options)
 
 
 def rendezvous(given: dict[str, int], timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
@@ -46,21 +47,16 @@ def rendezvous(given: dict[str, int], timeout: timedelta) -> Iterator[tuple[Stor
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     one_node = node.Get_size() == size
     node.Free()
-    store = None
     if rank == 0:
         host = "127.0.0.1" if one_node else socket.gethostname()
         listener = socket.create_server(("127.0.0.1" if one_node else "", 0))
         port = listener.getsockname()[1]
-        store = TCPStore(
-            host,
-            port,
-            size,
-            True,
-            timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
+        served: dict[str, Any] = {
+            "wait_for_workers": False,
+            "multi_tenant": True,
+            "master_listen_fd": listener.detach(),
+        }
+        store = TCPStore(host, port, size, True, timeout, **served)
         world.bcast((host, port))
     else:
         host, port = world.bcast(None)
@@ -81,10 +77,8 @@ def _mpi(options: Any) -> Transport:
             "RANK and WORLD_SIZE (or rank= and world_size=) must be MPI's own; leave them out"
         )
     members = world.Get_group().Incl(ranks)
-    tag = (
-        zlib.crc32(options.group_id.encode()) % 32768
-    )  # keeps groups apart that different threads make at once; MPI allows tags up to here
-    return MPITransport(world.Create_group(members, tag))
+    # The tag keeps apart groups that different threads make at once; every MPI allows tags up to 32767.
+    return MPITransport(world.Create_group(members, zlib.crc32(options.group_id.encode()) % 32768))
 
 
 @cache
@@ -93,11 +87,12 @@ def _finish_in_time() -> None:
     before_finalizing(finish_groups)
 
 
-def _gloo(options: Any) -> Transport:
-    from echelon.comm.transports.native import GlooTransport
+def _native_group(options: Any) -> EchelonGroup:
+    from echelon.comm.transports.native import gloo, nccl
 
     _say_once()
-    return GlooTransport(options.store, options.group_rank, options.group_size, options.timeout)
+    arguments = (options.store, options.group_rank, options.group_size, options.timeout)
+    return EchelonGroup(gloo(*arguments), options.store, options.timeout, cuda=partial(nccl, *arguments))
 
 
 @cache
@@ -106,7 +101,7 @@ def _say_once() -> None:
         torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         started = "torchrun started this job" if torchrun else "no MPI launcher started this process"
         print(
-            f"echelon: {started}, so there is no MPI world: communicating over Gloo. "
+            f"echelon: {started}, so there is no MPI world: communicating over Gloo (NCCL for CUDA tensors). "
             "For MPI, start with `echelon run -n N script.py`",
             file=sys.stderr,
         )

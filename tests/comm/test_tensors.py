@@ -138,6 +138,15 @@ def large(dtype: str) -> None:
     whole = torch.empty(count * size, dtype=kind)
     dist.all_gather_into_tensor(whole, inputs[rank])
     assert_same(whole, torch.cat(inputs))
+    parts = [torch.empty(count, dtype=kind) for _ in range(size)]
+    dist.all_gather(parts, inputs[rank])
+    assert_same(torch.cat(parts), whole)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        x = torch.cat(inputs[rank:] + inputs[:rank]).repeat(8)
+        others = [torch.cat(inputs[r:] + inputs[:r]).repeat(8).double() for r in range(size)]
+        dist.reduce(x, 1, op)
+        reduced = torch.stack(others).sum(0) if op == dist.ReduceOp.SUM else torch.stack(others).amax(0)
+        assert_same(x, (reduced if rank == 1 else others[rank]).to(kind))
 
 
 def premultiplied() -> None:

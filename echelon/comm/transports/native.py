@@ -1,14 +1,19 @@
-"""PyTorch's own Gloo as a transport, for ranks that have no MPI world (torchrun)."""
+"""PyTorch's own Gloo and NCCL as transports, for ranks that have no MPI world (torchrun).
+
+Gloo blocks, as a transport should. NCCL only enqueues: what has been called is done in the order of the current CUDA
+stream, which is what "done" means for a CUDA tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, ReduceOp, Store, Work
+from torch.distributed import PrefixStore, ReduceOp, Store, Work
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOptions
 
 from echelon.comm import algorithms
@@ -23,31 +28,74 @@ _OPERATIONS: dict[str, Any] = {
     "bor": ReduceOp.BOR,
     "bxor": ReduceOp.BXOR,
 }
+_GLOO_REDUCES = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
+_NCCL_REDUCES = _GLOO_REDUCES | {torch.float16, torch.bfloat16}
 _EXCHANGE_TAG = 0
 
 
-class GlooTransport:
-    """Collectives and messages over Gloo. As with MPI, messages have a group of their own."""
+def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> NativeTransport:
+    """Gloo, for CPU tensors."""
 
-    name = "gloo"
-    reducible = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
+    def group(name: str) -> Any:
+        return torch.distributed.ProcessGroupGloo(PrefixStore(f"{name}/", store), rank, size, timeout)
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._group: Any = ProcessGroupGloo(torch.distributed.PrefixStore("collectives/", store), rank, size, timeout)
-        self._messages: Any = ProcessGroupGloo(torch.distributed.PrefixStore("messages/", store), rank, size, timeout)
+    return NativeTransport("gloo", group, rank, size, _GLOO_REDUCES, contextlib.nullcontext)
+
+
+def nccl(store: Store, rank: int, size: int, timeout: timedelta) -> NativeTransport:
+    """NCCL, for CUDA tensors."""
+    native = torch.distributed.ProcessGroupNCCL
+
+    def group(name: str) -> Any:
+        options = native.Options()
+        options._timeout = timeout
+        return native(PrefixStore(f"nccl-{name}/", store), rank, size, options)
+
+    transport = NativeTransport("nccl", group, rank, size, _NCCL_REDUCES, lambda: _grouped(transport.collectives))
+    return transport
+
+
+@contextlib.contextmanager
+def _grouped(group: Any) -> Any:
+    """NCCL deadlocks on sends and receives that are not issued together."""
+    group._group_start()
+    try:
+        yield
+    finally:
+        group._group_end()
+
+
+class NativeTransport:
+    """Collectives and messages over one of PyTorch's libraries. As with MPI, messages have a group of their own."""
+
+    def __init__(
+        self,
+        name: str,
+        group: Callable[[str], Any],
+        rank: int,
+        size: int,
+        reducible: frozenset[torch.dtype],
+        together: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """`together` is entered around the sends and receives of one exchange."""
+        self.name = name
         self.rank = rank
         self.size = size
+        self.reducible = reducible
+        self.collectives = group("collectives")
+        self._messages = group("messages")
+        self._together = together
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
         options = AllreduceOptions()
         options.reduceOp = _OPERATIONS[operation]
-        self._group.allreduce([tensor], options).wait()
+        self.collectives.allreduce([tensor], options).wait()
 
     def reduce(self, tensor: Tensor, operation: str, root: int) -> None:
         options = ReduceOptions()
         options.reduceOp, options.rootRank = _OPERATIONS[operation], root
         target = tensor if self.rank == root else tensor.clone()  # Gloo leaves partial sums in the other ranks' tensors
-        self._group.reduce([target], options).wait()
+        self.collectives.reduce([target], options).wait()
 
     def reduce_scatter(self, output: Tensor, input: Tensor, operation: str) -> None:
         pieces = list(torch.tensor_split(input.view(-1), self.size))
@@ -56,7 +104,7 @@ class GlooTransport:
     def broadcast(self, tensor: Tensor, root: int) -> None:
         options = BroadcastOptions()
         options.rootRank = root
-        self._group.broadcast([_as_bytes(tensor)], options).wait()
+        self.collectives.broadcast([_as_bytes(tensor)], options).wait()
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         self.all_gather_uneven(output, input, [input.numel()] * self.size)
@@ -67,42 +115,40 @@ class GlooTransport:
 
     def all_to_all(self, output: Tensor, input: Tensor) -> None:
         self.exchange(
-            list(enumerate(input.view(-1).chunk(self.size))), list(enumerate(output.view(-1).chunk(self.size)))
+            list(enumerate(torch.tensor_split(input.view(-1), self.size))),
+            list(enumerate(torch.tensor_split(output.view(-1), self.size))),
         )
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         copy_to_self(self.rank, sends, receives)
-        works = [
-            self._group.recv([_as_bytes(t)], rank, _EXCHANGE_TAG)
-            for rank, t in receives
-            if rank != self.rank and t.numel()
-        ]
-        works += [
-            self._group.send([_as_bytes(t)], rank, _EXCHANGE_TAG)
-            for rank, t in sends
-            if rank != self.rank and t.numel()
-        ]
+        group = self.collectives
+        with self._together():
+            works = [group.recv([_as_bytes(x)], rank, _EXCHANGE_TAG) for rank, x in self._for_others(receives)]
+            works += [group.send([_as_bytes(x)], rank, _EXCHANGE_TAG) for rank, x in self._for_others(sends)]
         for work in works:
             work.wait()
 
     def barrier(self) -> None:
-        self._group.barrier().wait()
+        self.collectives.barrier().wait()
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> GlooRequest:
-        return GlooRequest(self._messages.send([_as_bytes(tensor)], rank, tag))
+    def send(self, tensor: Tensor, rank: int, tag: int) -> NativeRequest:
+        return NativeRequest(self._messages.send([_as_bytes(tensor)], rank, tag))
 
-    def receive(self, tensor: Tensor, rank: int | None, tag: int) -> GlooRequest:
+    def receive(self, tensor: Tensor, rank: int | None, tag: int) -> NativeRequest:
         view = [_as_bytes(tensor)]
-        return GlooRequest(
+        return NativeRequest(
             self._messages.recv_anysource(view, tag) if rank is None else self._messages.recv(view, rank, tag)
         )
 
     def close(self) -> None:
-        """Gloo closes its connections when its groups are dropped."""
+        """The connections are closed when the groups are dropped."""
+
+    def _for_others(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        return [(rank, tensor) for rank, tensor in parcels if rank != self.rank and tensor.numel()]
 
 
-class GlooRequest:
-    """A Gloo work, waited for as a request."""
+class NativeRequest:
+    """A work of PyTorch's own, waited for as a request."""
 
     __slots__ = ("_work",)
 
