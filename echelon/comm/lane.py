@@ -23,8 +23,8 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._baton = allocate_lock()  # held by whoever runs a collective
-        self._pending: deque[CollectiveWork] = deque()  # queued or running in the worker
+        self.baton = allocate_lock()  # held by whoever runs a collective
+        self.pending: deque[CollectiveWork] = deque()  # queued or running in the worker
         self._arrivals: SimpleQueue[CollectiveWork | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
         self._starting = allocate_lock()
@@ -32,11 +32,11 @@ class Lane:
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run now in this thread, or, if others are ahead, after them."""
-        if not self._pending and self._baton.acquire(False):
+        if not self.pending and self.baton.acquire(False):
             try:
                 function(*arguments)
             finally:
-                self._baton.release()
+                self.baton.release()
             return
         self.post([], function, *arguments).wait()
 
@@ -45,7 +45,7 @@ class Lane:
         if self._closed:
             raise RuntimeError(self._closed)
         work = CollectiveWork(outputs, function, arguments)
-        self._pending.append(work)
+        self.pending.append(work)
         self._arrivals.put(work)
         if self._worker is None:
             self._start()
@@ -59,13 +59,13 @@ class Lane:
         if self._worker is not None and self._worker is not threading.current_thread():
             self._arrivals.put(None)
             self._worker.join()
-        self._baton.acquire()  # for good: the fast path of `call` then always reaches `post`
+        self.baton.acquire()  # for good: the fast path of `call` then always reaches `post`
 
     def abandon(self, reason: str) -> None:
         """Refuse every later call: for a forked child, which inherited the lane but not its worker."""
         self._closed = reason
-        self._baton = allocate_lock()
-        self._baton.acquire()
+        self.baton = allocate_lock()
+        self.baton.acquire()
 
     def _start(self) -> None:
         with self._starting:
@@ -75,7 +75,7 @@ class Lane:
 
     def _serve(self) -> None:
         while (work := self._arrivals.get()) is not None:
-            with self._baton:
+            with self.baton:
                 work.run()
-            self._pending.popleft()
+            self.pending.popleft()
             work.finish()

@@ -7,6 +7,7 @@ precision: `algorithms` brings the pieces of all ranks together and adds them in
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -61,6 +62,18 @@ def resolve(op: ReduceOp, dtype: torch.dtype) -> Reduction:
     plain = _resolve(hash(ReduceOp.SUM), dtype)
     state: Any = op.__getstate__()
     return Reduction(plain.operation, plain.view, factor=state[1])
+
+
+@cache
+def plain_operations(dtypes: frozenset[torch.dtype]) -> dict[tuple[int, torch.dtype], str]:
+    """By `hash(op)` and dtype, the reductions of `dtypes` that are an elementary operation and nothing else."""
+    plain = {}
+    for dtype in dtypes:
+        for kind in _NAMES:
+            with contextlib.suppress(TypeError):  # which this dtype has not
+                if kind != _PREMUL_SUM and (reduction := _resolve(kind, dtype)).plain:
+                    plain[kind, dtype] = reduction.operation
+    return plain
 
 
 @cache

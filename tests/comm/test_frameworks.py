@@ -160,6 +160,8 @@ STRATEGIES = (ddp, ddp_with_powersgd, ddp_without_sync, fsdp2, fsdp2_in_bf16, te
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
 def test_equals_gloo(ranks, size, strategy):
+    if strategy is ddp_with_powersgd and torch.cuda.is_available():
+        pytest.skip("PyTorch's PowerSGD hook synchronises a CUDA device even for CPU tensors, where it finds one")
     ranks(size, compare, strategy, size == 2, timeout=120)
 
 

@@ -22,7 +22,8 @@ _LAUNCHER_VARIABLES = re.compile(
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment, without what a launcher may have put there."""
     clean = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
-    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | extra
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | extra
 
 
 def run(*command: object, timeout: float = 90, **extra: str) -> subprocess.CompletedProcess[str]:

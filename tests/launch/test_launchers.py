@@ -128,6 +128,7 @@ def test_a_stopped_job_leaves_nothing(number):
     lines = []
     while not lines or lines[-1].strip() != "SLEEPING":
         lines.append(job.stdout.readline())
+        assert lines[-1], "the job ended by itself"
     job.send_signal(number)
     assert job.wait(20) != 0
     deadline = time.monotonic() + 15
