@@ -117,13 +117,10 @@ class MPITransport:
         )
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        copy_to_self(self.rank, sends, receives)
-        requests = [
-            self._comm.Irecv(_bytes(tensor), rank) for rank, tensor in receives if rank != self.rank and tensor.numel()
-        ]
-        requests += [
-            self._comm.Isend(_bytes(tensor), rank) for rank, tensor in sends if rank != self.rank and tensor.numel()
-        ]
+        comm, me = self._comm, self.rank
+        requests = [comm.Irecv(_bytes(tensor), rank) for rank, tensor in receives if rank != me and tensor.numel()]
+        requests += [comm.Isend(_bytes(tensor), rank) for rank, tensor in sends if rank != me and tensor.numel()]
+        copy_to_self(me, sends, receives)
         MPI.Request.Waitall(requests)
 
     def barrier(self) -> None:
