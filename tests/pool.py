@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
 from typing import Any
 
 from echelon.launch.find import find
@@ -23,6 +24,13 @@ from echelon.launch.start import Job, command_line, rank_environment
 
 START_SECONDS = 120
 GRACE_SECONDS = 5
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs: it exists, and is not just a zombie that its parent has not collected yet."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    return False
 
 
 class RankError(AssertionError):
@@ -70,9 +78,11 @@ class Pool:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        while left := [process for process in self._processes if alive(process)]:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.01)
         self._processes = []
 
     def _start(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool, RankError
+from tests.pool import Pool, RankError, alive
 
 
 def who() -> tuple[int, int]:
@@ -54,14 +54,6 @@ def test_harm_is_contained(harm, words, monkeypatch):
     before = pool.run(process)
     with pytest.raises(RankError, match=words):
         pool.run(harm, timeout=3)
-    assert not [pid for pid in before if _alive(pid)], "the harmed ranks are gone"
+    assert not [pid for pid in before if alive(pid)], "the harmed ranks are gone"
     assert pool.run(who) == [(0, 2), (1, 2)]
     pool.stop()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            return "State:\tZ" not in status.read()
-    except FileNotFoundError:
-        return False

@@ -45,7 +45,9 @@ class Reduction:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same memory, in the dtype that is reduced."""
-        return tensor if self.view is None else tensor.view(self.view)
+        if self.view is None:
+            return tensor
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(self.view)
 
 
 def resolve(op: ReduceOp, dtype: torch.dtype) -> Reduction:

@@ -115,7 +115,8 @@ class CollectiveWork(_EchelonWork):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not self._finished:
-            if not self._done.acquire(timeout=timeout.total_seconds() if timeout > _NO_TIMEOUT else -1):
+            seconds = min(timeout.total_seconds(), threading.TIMEOUT_MAX) if timeout > _NO_TIMEOUT else -1
+            if not self._done.acquire(timeout=seconds):
                 raise self._timed_out(timeout)
             self._done.release()
         if self._error is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -75,7 +76,8 @@ def _load() -> Any:
 
 def _check_launcher(me: Identity, mpi: Any) -> None:
     """MPICH aborts the process if Open MPI's launcher started it, so that must be seen before MPI starts."""
-    if "OMPI_COMM_WORLD_SIZE" in os.environ and "open mpi" not in library_name(mpi).lower():
+    of_open_mpi = re.search("open mpi|spectrum mpi", library_name(mpi), re.IGNORECASE)
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and not of_open_mpi:
         raise _wrong_launcher(me, mpi, "with Open MPI's launcher")
 
 

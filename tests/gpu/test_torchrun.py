@@ -19,4 +19,4 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_nccl_beside_gloo():
     ranks = torch.cuda.device_count()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    assert result(run(*launcher, SCRIPTS / "cuda.py")) == {"cpu": "gloo", "cuda": "nccl", "ranks": ranks}
+    assert result(run(*launcher, SCRIPTS / "on_gpu.py")) == {"cpu": "gloo", "cuda": "nccl", "ranks": ranks}

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,7 +82,7 @@ def test_every_operation_under_torchrun():
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=3",
-        SCRIPTS / "operations.py",
+        SCRIPTS / "every_operation.py",
         timeout=240,
     )
     transport, count = result(job).split()

@@ -71,10 +71,6 @@ class MPITransport:
         )
 
     def reduce(self, tensor: Tensor, operation: str, root: int) -> None:
-        if tensor.numel() > _MAX_COUNT:
-            for piece in tensor.view(-1).split(_SEGMENT):
-                self.reduce(piece, operation, root)
-            return
         buffer = _elements(tensor)
         if self.rank == root:
             self._comm.Reduce(_IN_PLACE, buffer, _OPERATIONS[operation], root)
