@@ -159,11 +159,7 @@ def _alive(output: str) -> list[int]:
     """The ranks that told their process number and still run."""
     pids = [int(line.split("PROCESS ")[1]) for line in output.splitlines() if "PROCESS " in line]
     assert pids, output
-    return [
-        pid
-        for pid in pids
-        if Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    ]
+    return [pid for pid in pids if alive(pid)]
 
 
 if os.environ.get("ECHELON_JOB"):
