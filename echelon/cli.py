@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Run a script on several ranks, with the machine's own MPI."""
     try:
-        mpi = find()
+        mpi = find(passed_over=lambda other: _say(f"passing over {other.mpiexec}: {other.reason}"))
     except NoMPI as error:
         _fail(str(error))
     job = Job(
@@ -66,8 +66,12 @@ def doctor() -> None:
 
 
 def _fail(message: str) -> None:
-    Console(stderr=True).print(f"[red]echelon:[/] {escape(message)}", highlight=False)
+    _say(message)
     raise typer.Exit(1)
+
+
+def _say(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[red]echelon:[/] {escape(message)}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,10 @@ _ONE_STEP = 2**16  # bytes up to which two ranks exchange whole tensors
 _COMPUTED_IN_FP32 = (torch.bfloat16, torch.float16)  # by PyTorch's own element-wise operations on the CPU
 
 
+@torch.inference_mode()  # the numbers only: autograd has no part in communication
 def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int = 1) -> None:
     """Reduce `pieces`, one a rank, into `out` (which may be one of them), in fp32 or their own wider dtype."""
+    pieces, out = [piece.detach() for piece in pieces], out.detach()
     wide = torch.float32 if out.dtype in LOW_PRECISION else out.dtype
     if len(pieces) == 2 and divisor == 1 and (out.dtype == wide or out.dtype in _COMPUTED_IN_FP32):
         _combine(operation, pieces[0], pieces[1], out)

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch.distributed.distributed_c10d import (
 from echelon.comm import operations
 from echelon.comm.lane import Lane
 from echelon.comm.reduction import plain_operations, resolve
-from echelon.comm.transports import Transport
+from echelon.comm.transports import Transport, copy_memory
 from echelon.comm.work import CollectiveWork, MessageWork, PostOffice
 
 BACKEND = "echelon"
@@ -42,6 +43,9 @@ BACKEND = "echelon"
 _VERDICT_GRACE = timedelta(seconds=5)
 _groups: weakref.WeakSet[EchelonGroup] = weakref.WeakSet()
 _post_office = PostOffice()
+_abandoned: list[
+    Transport | None
+] = []  # in a forked child: never dropped, since Gloo would wait for threads it has not
 
 
 class EchelonGroup(ProcessGroup):
@@ -88,9 +92,9 @@ class EchelonGroup(ProcessGroup):
                     lane.baton.release()
                 return None
         tensors, opts = _listed(tensors), _options(AllreduceOptions, opts, reduceOp=op)
+        reduction = resolve(opts.reduceOp, _common_dtype(tensors))
         if len(tensors) != 1:
-            return self.allreduce_coalesced(tensors, opts)
-        reduction = resolve(opts.reduceOp, tensors[0].dtype)
+            return self._submit(opts, tensors, operations.all_reduce_coalesced, tensors, reduction)
         return self._submit(opts, tensors, operations.all_reduce, tensors[0], reduction)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
@@ -101,6 +105,8 @@ class EchelonGroup(ProcessGroup):
     def reduce(
         self, tensors: Any, opts: Any = None, root: int = 0, op: Any = None, timeout: timedelta | None = None
     ) -> Work | None:
+        if isinstance(root, (ReduceOp, ReduceOp.RedOpType)):  # reduce(tensor, root, op), by position
+            opts, root, op = None, opts, root
         opts = _options(ReduceOptions, opts, rootRank=root, reduceOp=op)
         [tensor] = _listed(tensors)
         return self._submit(
@@ -295,6 +301,7 @@ class EchelonGroup(ProcessGroup):
     def abandon(self) -> None:
         """Refuse all further use: this process is a fork of the rank that owns the group."""
         self._lane.abandon("this process was forked from a rank and cannot communicate: only the rank itself can")
+        _abandoned.extend((self._transport, self._cuda_transport))
         self._transport = _Closed(self.rank(), self.size())
 
     _allgather_base = all_gather_single
@@ -322,7 +329,7 @@ class EchelonGroup(ProcessGroup):
         if tensor.is_contiguous():
             return self._watched(MessageWork([tensor], transport.receive(tensor, src, tag), tensor))
         dense = tensor.detach().contiguous()
-        work = MessageWork([tensor], transport.receive(dense, src, tag), dense, lambda: tensor.detach().copy_(dense))
+        work = MessageWork([tensor], transport.receive(dense, src, tag), dense, partial(copy_memory, tensor, dense))
         return self._watched(work)
 
     def _open(self, tensor: Tensor) -> Transport:
@@ -449,9 +456,10 @@ def _milliseconds(timeout: timedelta) -> int:
 
 
 def finish_groups() -> None:
-    """Finish what is under way in every group; the process is about to end."""
+    """Finish what is under way in every group, and stop looking after messages: MPI is about to end."""
     for group in list(_groups):
         group.finish()
+    _post_office.close()
 
 
 def _abandon_groups() -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from echelon.comm.work import CollectiveWork
 
 
@@ -73,6 +75,7 @@ class Lane:
                 self._worker = threading.Thread(target=self._serve, name=f"echelon-{self._name}", daemon=True)
                 self._worker.start()
 
+    @torch.inference_mode()  # as the caller may have been: what is communicated is memory, not a part of a graph
     def _serve(self) -> None:
         while (work := self._arrivals.get()) is not None:
             with self.baton:

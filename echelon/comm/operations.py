@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from echelon.comm import algorithms
-from echelon.comm.reduction import Reduction
-from echelon.comm.transports import Transport
+from echelon.comm.reduction import LOW_PRECISION, Reduction
+from echelon.comm.transports import Transport, copy_memory
 
 # Sizes in bytes at which one way becomes faster than another, with MPICH and with Open MPI (benchmarks/collectives.py).
 _LIBRARY_REDUCE_SCATTER = 2**20  # up to here the library's reduce_scatter, then one exchange and a sum of our own
@@ -28,13 +28,13 @@ def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> No
     if not tensor.is_contiguous():
         copy = tensor.detach().contiguous()
         all_reduce(transport, copy, reduction)
-        tensor.detach().copy_(copy)
+        copy_memory(tensor, copy)
         return
     flat = tensor if reduction.plain else _prepared(tensor, reduction)
     if flat.dtype in transport.reducible:
         transport.all_reduce(flat, reduction.operation)
         if reduction.average:
-            flat.div_(transport.size)
+            _divide(flat, transport.size)
     else:
         algorithms.all_reduce(transport, flat.view(-1), reduction.operation, _divisor(transport, reduction))
 
@@ -43,7 +43,7 @@ def all_reduce_coalesced(transport: Transport, tensors: list[Tensor], reduction:
     flat = _flatten_dense_tensors([tensor.detach() for tensor in tensors])
     all_reduce(transport, flat, reduction)
     for tensor, result in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
-        tensor.detach().copy_(result)
+        copy_memory(tensor, result)
 
 
 def reduce(transport: Transport, tensor: Tensor, root: int, reduction: Reduction) -> None:
@@ -54,7 +54,7 @@ def reduce(transport: Transport, tensor: Tensor, root: int, reduction: Reduction
     if flat.dtype in transport.reducible and flat.nbytes < _LIBRARY_REDUCE:
         transport.reduce(flat, reduction.operation, root)
         if reduction.average and transport.rank == root:
-            flat.div_(transport.size)
+            _divide(flat, transport.size)
     else:
         algorithms.reduce(transport, flat.view(-1), reduction.operation, root, _divisor(transport, reduction))
     if transport.rank == root:
@@ -81,7 +81,7 @@ def all_gather(transport: Transport, outputs: list[Tensor], input: Tensor) -> No
         flat = mine.new_empty((transport.size, mine.numel()))
         transport.all_gather(flat, mine)
         for output, part in zip(outputs, flat, strict=True):
-            output.detach().copy_(part.view(output.shape))
+            copy_memory(output, part.view(output.shape))
         return
     dense = [_dense(output) for output in outputs]
     transport.exchange([(rank, mine) for rank in range(transport.size)], list(enumerate(dense)))
@@ -110,7 +110,7 @@ def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, r
         target = reduction.of(dense)
         transport.reduce_scatter(target, reduction.of(_apart(input, dense)), reduction.operation)
         if reduction.average:
-            target.detach().div_(transport.size)
+            _divide(target, transport.size)
         _give_back(output, dense)
     else:
         reduce_scatter_pieces(
@@ -134,7 +134,7 @@ def reduce_scatter_pieces(transport: Transport, output: Tensor, inputs: list[Ten
     dense = _dense(output)
     pieces = [reduction.of(_dense(piece)).view(-1) for piece in inputs]
     if reduction.factor is not None:
-        pieces = [piece * reduction.factor for piece in pieces]
+        pieces = [_product(piece, reduction.factor).to(piece.dtype) for piece in pieces]
     target = reduction.of(dense).view(-1)
     algorithms.reduce_scatter(transport, target, pieces, reduction.operation, _divisor(transport, reduction))
     _give_back(output, dense)
@@ -143,13 +143,13 @@ def reduce_scatter_pieces(transport: Transport, output: Tensor, inputs: list[Ten
 def all_to_all_single(
     transport: Transport, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> None:
-    """Rows of `input` to the ranks; no splits means equal ones."""
+    """Rows of `input` to the ranks; no splits means equal ones.
+
+    Whether a rank gives splits is its own choice, so all of them take the same way, which serves any splits.
+    """
     dense = _dense(output)
-    source = _apart(input, dense)
-    if not output_splits and not input_splits:
-        transport.all_to_all(dense, source)
-    else:
-        transport.exchange(_split(source, input_splits, transport.size), _split(dense, output_splits, transport.size))
+    sent = _split(_apart(input, dense), input_splits, transport.size)
+    transport.exchange(sent, _split(dense, output_splits, transport.size))
     _give_back(output, dense)
 
 
@@ -169,8 +169,18 @@ def _prepared(tensor: Tensor, reduction: Reduction) -> Tensor:
     """The elements that will be reduced, premultiplied."""
     flat = reduction.of(tensor.detach())
     if reduction.factor is not None:
-        flat.mul_(reduction.factor)
+        copy_memory(flat, _product(flat, reduction.factor))
     return flat
+
+
+def _product(tensor: Tensor, factor: float | Tensor) -> Tensor:
+    """In fp32 for the low precisions, which have not all a multiplication of their own."""
+    return tensor.detach().float() * factor if tensor.dtype in LOW_PRECISION else tensor.detach() * factor
+
+
+@torch.inference_mode()
+def _divide(tensor: Tensor, divisor: int) -> None:
+    tensor.detach().div_(divisor)
 
 
 def _divisor(transport: Transport, reduction: Reduction) -> int:
@@ -190,7 +200,7 @@ def _apart(tensor: Tensor, other: Tensor) -> Tensor:
 
 def _give_back(tensor: Tensor, dense: Tensor) -> None:
     if dense is not tensor and dense.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(dense)
+        copy_memory(tensor, dense)
 
 
 def _give_all_back(tensors: list[Tensor], dense: list[Tensor]) -> None:

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from echelon.launch.identity import export, identity, show_output_by_line
+from echelon.launch.identity import export, identity, show_output_by_line, take_cores
 
 BACKEND = "echelon"
 
@@ -28,6 +28,7 @@ def register() -> None:
     try:
         export()
         show_output_by_line()
+        take_cores()
         import torch
 
         if torch.distributed.is_available() and not hasattr(torch.distributed.Backend, BACKEND.upper()):

@@ -67,7 +67,10 @@ class _EchelonWork(Work):
             self._finished = True
             future = self._future
         if future is not None:
-            _callback_threads().submit(self._complete, future)
+            try:
+                _callback_threads().submit(self._complete, future)
+            except RuntimeError:  # the interpreter is ending and starts no more threads
+                self._complete(future)
 
     def _complete(self, future: Future[Any]) -> None:
         if self._error is not None:
@@ -110,8 +113,10 @@ class CollectiveWork(_EchelonWork):
         self._function, self._arguments = None, ()  # what it held on to may be large
 
     def finish(self) -> None:
-        super().finish()
-        self._done.release()
+        try:
+            super().finish()
+        finally:
+            self._done.release()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not self._finished:
@@ -203,6 +208,7 @@ class PostOffice:
         self._lock = threading.Lock()
         self._wake = threading.Semaphore(0)
         self._asleep = True
+        self._closed = False
         self._thread: threading.Thread | None = None
 
     def watch(self, work: MessageWork) -> None:
@@ -215,11 +221,18 @@ class PostOffice:
                 self._thread.start()
             self._wake.release()
 
+    def close(self) -> None:
+        """Look after nothing any more."""
+        self._closed = True
+        if self._thread is not None:
+            self._wake.release()
+            self._thread.join()
+
     def _serve(self) -> None:
-        while True:
+        while not self._closed:
             self._wake.acquire()
             idle = 0
-            while idle < self._LINGER:
+            while idle < self._LINGER and not self._closed:
                 time.sleep(self._INTERVAL)
                 with self._lock:
                     works = self._under_way

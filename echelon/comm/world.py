@@ -100,14 +100,9 @@ class _Ending:
 
     def install(self, mpi: Any) -> None:
         self._mpi = mpi
-        self._excepthook, self._exit = sys.excepthook, sys.exit
-        sys.excepthook = self._on_exception
+        self._exit = sys.exit
         sys.exit = self._on_exit  # type: ignore[assignment]
         atexit.register(self._at_exit)
-
-    def _on_exception(self, kind: type[BaseException], *details: Any) -> None:
-        self._status = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        self._excepthook(kind, *details)
 
     def _on_exit(self, status: Any = None) -> NoReturn:
         self._status = status if isinstance(status, int) else 0 if status is None else 1
@@ -116,10 +111,15 @@ class _Ending:
     def _at_exit(self) -> None:
         if os.getpid() != self._process or self._mpi.Is_finalized():
             return
-        if self._status:
+        status = self._status & 0xFF
+        if (error := getattr(sys, "last_value", None)) is not None:  # an exception that nobody caught
+            status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if status:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(self._status & 0xFF)
+            if "SLURM_STEP_ID" in os.environ:  # srun, unlike mpiexec, would let the other ranks wait
+                self._mpi.COMM_WORLD.Abort(status)
+            os._exit(status)
         for finish in self.callbacks:
             finish()
         self._mpi.Finalize()

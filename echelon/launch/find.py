@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,13 +54,14 @@ class Rejected:
     reason: str
 
 
-def find() -> Installation:
-    """The MPI to use; raises `NoMPI` if there is none."""
+def find(passed_over: Callable[[Rejected], object] = lambda _: None) -> Installation:
+    """The MPI to use; `passed_over` is told of each one that cannot be. Raises `NoMPI` if there is none."""
     rejected = []
     for candidate in candidates():
         if isinstance(candidate, Installation):
             return candidate
         rejected.append(f"\n  {candidate.mpiexec}: {candidate.reason}")
+        passed_over(candidate)
     looked = "".join(rejected) or "\n  no mpiexec on the PATH or in this Python environment"
     raise NoMPI(f"no usable MPI was found:{looked}\nto get one: {INSTALL}, or load your cluster's MPI module")
 

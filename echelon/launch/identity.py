@@ -81,6 +81,25 @@ def identity(environ: Mapping[str, str] = os.environ) -> Identity:
     return Identity("none")
 
 
+def take_cores() -> None:
+    """Under `echelon run`, bind this rank to its share of the cores it may use.
+
+    Done here rather than by the launcher, whose flags for it differ and which refuses to start where they do not fit.
+    A share of one core is left unbound: a rank's own worker thread must have somewhere to run.
+    """
+    me = identity()
+    if "ECHELON_JOB" not in os.environ or "ECHELON_CORES" in os.environ or not hasattr(os, "sched_setaffinity"):
+        return
+    if me.local_rank is None or me.local_size is None:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // me.local_size
+    if share > 1:
+        mine = cores[me.local_rank * share : (me.local_rank + 1) * share]
+        os.sched_setaffinity(0, mine)
+        os.environ["ECHELON_CORES"] = ",".join(map(str, mine))  # and what this rank starts inherits both
+
+
 def show_output_by_line() -> None:
     """Under `echelon run` a rank's output goes through pipes: write whole lines, and at once."""
     if "ECHELON_JOB" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):

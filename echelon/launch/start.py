@@ -65,21 +65,19 @@ def run(job: Job, mpi: Installation) -> int:
 
 
 def command_line(job: Job, mpi: Installation) -> list[str]:
-    """The launcher's command for the job, with the flags that this launcher needs."""
-    cores = cores_per_rank(job)
+    """The launcher's command for the job, with the flags it needs (none to bind: ranks take their cores themselves)."""
     if mpi.family == "Open MPI":
-        flags = ["--oversubscribe"]
+        flags = ["--oversubscribe", "--bind-to", "none"]
         if os.geteuid() == 0:
             flags.append("--allow-run-as-root")
-        flags += ["--map-by", f"slot:PE={cores}", "--bind-to", "core"] if cores > 1 else ["--bind-to", "none"]
         if job.hosts:
             flags += ["--host", ",".join(job.hosts)]
-            for name in sorted(rank_environment(job, mpi)):
+            for name in (*_defaults(job, mpi), _JOB_VARIABLE):
                 flags += ["-x", name]
         if job.prefix_output:
             flags.append("--tag-output")
     else:
-        flags = ["-bind-to", f"core:{cores}"] if cores > 1 else []
+        flags = []
         if job.hosts:
             flags += ["-hosts", ",".join(job.hosts)]
         if job.prefix_output:
@@ -89,11 +87,14 @@ def command_line(job: Job, mpi: Installation) -> list[str]:
 
 def rank_environment(job: Job, mpi: Installation) -> dict[str, str]:
     """Variables for the ranks, where the user has not set them."""
-    defaults = mpi.environment() | {
+    return {name: value for name, value in _defaults(job, mpi).items() if name not in os.environ}
+
+
+def _defaults(job: Job, mpi: Installation) -> dict[str, str]:
+    return mpi.environment() | {
         "OMP_NUM_THREADS": str(cores_per_rank(job)),
         "OMPI_MCA_mpi_yield_when_idle": "1",  # see echelon.comm.world
     }
-    return {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 def cores_per_rank(job: Job) -> int:

@@ -201,6 +201,14 @@ def older_and_newer_names() -> None:
     x = torch.full((2,), float(rank))
     group.allreduce(x, dist.ReduceOp.MAX).wait()
     assert x.tolist() == [size - 1.0] * 2
+    x = torch.full((2,), float(rank))
+    group.reduce(x, 0, dist.ReduceOp.MAX).wait()
+    assert x.tolist() == [size - 1.0 if rank == 0 else float(rank)] * 2
+    x, y = torch.full((2,), float(rank)), torch.full((3,), -float(rank))
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp.MAX, False
+    assert group.allreduce([x, y], options) is None
+    assert (x.tolist(), y.tolist()) == ([size - 1.0] * 2, [0.0] * 3)
     group.broadcast(one, root=1).wait()
     assert one.tolist() == [1.0] * 2
     group.barrier().wait()

@@ -94,6 +94,44 @@ def overlapping() -> None:
     assert x.tolist() == [10.0 * r + rank for r in range(size)]
 
 
+def without_autograd() -> None:
+    """Communication moves numbers: no graph grows through it, in no mode and at no size."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for count in (4, 40_000):
+        x = torch.full((count,), float(rank), requires_grad=True)
+        out = [torch.zeros(count) for _ in range(size)]
+        for asynchronous in (False, True):
+            work = dist.all_gather(out, x, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert not any(o.requires_grad for o in out)
+        whole = torch.zeros(size * count)
+        dist.all_to_all_single(whole, x.repeat(size), [count] * size, [count] * size)
+        assert not whole.requires_grad
+        parameter = torch.nn.Parameter(torch.zeros(count))
+        dist.scatter(parameter, [torch.ones(count) * r for r in range(size)] if rank == 0 else None, 0)
+        assert (parameter == rank).all()
+        for dtype in (torch.bfloat16, torch.float8_e5m2):
+            parameter = torch.nn.Parameter(torch.ones(count).to(dtype))
+            dist.all_reduce(parameter)
+            assert (parameter.float() == size).all()
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.inference_mode():
+                x = torch.full((8,), 2.0).to(dtype)
+                dist.all_reduce(x, op, async_op=True).wait()
+                assert (x == (2 * size if op == dist.ReduceOp.SUM else 2)).all()
+
+
+def splits_on_some_ranks() -> None:
+    """Whether it names its splits is each rank's own choice."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out = torch.zeros(size)
+    splits = [1] * size if rank % 2 else None
+    dist.all_to_all_single(out, torch.full((size,), float(rank)), splits, splits)
+    assert out.tolist() == [float(r) for r in range(size)]
+
+
 def leaf() -> None:
     """Parameters that want gradients can be reduced and broadcast in place, whatever their layout."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -165,6 +203,13 @@ def premultiplied() -> None:
             dist.reduce_scatter_tensor(out, whole, make(float(rank + 1)))
             assert_same(out, sum((values(r, 8 * size, dtype) * (r + 1)).chunk(size)[rank] for r in range(size)))
             assert_same(whole, values(rank, 8 * size, dtype))
+
+
+def premultiplied_fp8() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((4,), 2.0).to(torch.float8_e5m2)
+    dist.all_reduce(x, torch._C._distributed_c10d._make_nccl_premul_sum(float(rank + 1)))
+    assert x.float().tolist() == [size * (size + 1.0)] * 4
 
 
 def complex_product() -> None:
@@ -243,6 +288,15 @@ def test_overlapping(ranks, size):
     ranks(size, overlapping)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_without_autograd(ranks, size):
+    ranks(size, without_autograd)
+
+
+def test_splits_on_some_ranks(ranks):
+    ranks(3, splits_on_some_ranks)
+
+
 def test_leaf(ranks):
     ranks(2, leaf)
 
@@ -263,6 +317,10 @@ def test_large(ranks, size, dtype):
 @pytest.mark.parametrize("size", [2, 3])
 def test_premultiplied(ranks, size):
     ranks(size, premultiplied)
+
+
+def test_premultiplied_fp8(ranks):
+    ranks(3, premultiplied_fp8)
 
 
 def test_complex_product(ranks):

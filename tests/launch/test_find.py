@@ -83,23 +83,19 @@ def test_command_lines(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     job = Job(2, ["python", "x.py"], ("a:1", "b:1"), prefix_output=True)
     assert cores_per_rank(job) == 8
-    assert command_line(job, MPICH)[1:] == [
-        *("-bind-to", "core:8", "-hosts", "a:1,b:1", "-prepend-rank"),
-        *("-n", "2", "python", "x.py"),
-    ]
+    assert command_line(job, MPICH)[1:] == ["-hosts", "a:1,b:1", "-prepend-rank", "-n", "2", "python", "x.py"]
     open_mpi = " ".join(command_line(job, OPEN_MPI)[1:])
-    for flags in (
-        "--oversubscribe",
-        "--allow-run-as-root",
-        "--map-by slot:PE=8",
-        "--host a:1,b:1",
-        "-x OMP_NUM_THREADS",
-        "--tag-output",
-    ):
+    for flags in ("--oversubscribe", "--allow-run-as-root", "--host a:1,b:1", "-x OMP_NUM_THREADS", "--tag-output"):
         assert flags in open_mpi
-    crowded = Job(16, ["python"])
-    assert "-bind-to" not in command_line(crowded, MPICH)
-    assert "--bind-to none" in " ".join(command_line(crowded, OPEN_MPI))
+
+
+def test_mismatch_is_said(monkeypatch):
+    """`echelon run` says which launchers it passed over."""
+    others = [Rejected(Path("/opt/mpiexec"), "no library"), MPICH]
+    monkeypatch.setattr(finding, "candidates", lambda: iter(others))
+    told = []
+    assert find(told.append) == MPICH
+    assert told == others[:1]
 
 
 def test_environment_keeps_the_users_own(monkeypatch):

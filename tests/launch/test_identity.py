@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from echelon.launch.identity import Identity, export, identity
+from echelon.launch.identity import Identity, export, identity, take_cores
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -70,6 +72,22 @@ def test_export_never_overrides():
     environ = HYDRA | {"RANK": "0", "WORLD_SIZE": "1"}
     export(environ)
     assert environ == HYDRA | {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no processes")
+@pytest.mark.parametrize(("cores", "expected"), [(8, {4, 5, 6, 7}), (5, {2, 3}), (2, None)])
+def test_a_rank_takes_its_share_of_the_cores(monkeypatch, cores, expected):
+    bound = []
+    for name in (*HYDRA, "ECHELON_CORES", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (HYDRA | {"ECHELON_JOB": "x"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, mine: bound.append(set(mine)))
+    take_cores()
+    take_cores()  # once is enough
+    monkeypatch.delenv("ECHELON_CORES", raising=False)
+    assert bound == ([expected] if expected else [])
 
 
 def test_export_leaves_a_lone_process_alone():

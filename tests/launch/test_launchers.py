@@ -15,6 +15,7 @@ from torch import nn
 from echelon.launch.find import find
 from echelon.launch.start import Job, command_line
 from tests.launch.jobs import ROOT, SCRIPTS, echelon, environment, result, run
+from tests.pool import alive
 
 
 def expected(size: int, transport: str = "mpi") -> dict[str, object]:
@@ -88,6 +89,11 @@ def test_every_operation_under_torchrun():
     transport, count = result(job).split()
     assert transport == "gloo"
     assert int(count) > 500
+
+
+def test_works_and_messages_under_torchrun():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert result(run(*torchrun, SCRIPTS / "over_gloo.py", timeout=120)) == "gloo 10"
 
 
 def test_own_numbers_are_kept():

@@ -129,6 +129,12 @@ def test_srun(slurm, backend):
     assert result(job) == expected(2)
 
 
+def test_a_failing_rank_ends_the_job(slurm):
+    """srun lets the other tasks go on by default: the rank itself must end them."""
+    job = run("srun", "--mpi=pmi2", "-n", 2, sys.executable, SCRIPTS / "ends.py", "exits", timeout=60, **slurm)
+    assert job.returncode != 0
+
+
 def test_srun_without_mpi_says_so(slurm):
     """Without a PMI each task would be a world of one: an error that names the remedy, not two lonely ranks."""
     job = run("srun", "--mpi=none", "-n", 2, sys.executable, SCRIPTS / "ddp.py", "echelon", **slurm)

@@ -54,8 +54,6 @@ class Transport(Protocol):
         """As `all_gather`, with `counts[rank]` elements from each rank."""
         ...
 
-    def all_to_all(self, output: Tensor, input: Tensor) -> None: ...
-
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Send and receive parcels of any sizes, all at once; a parcel to oneself is copied."""
         ...
@@ -71,6 +69,12 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+@torch.inference_mode()
+def copy_memory(target: Tensor, source: Tensor) -> None:
+    """Copy values, as a wire would: autograd has no part in it, whatever mode the caller or this thread is in."""
+    target.detach().copy_(source.detach())
+
+
 def copy_to_self(rank: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
     """Deliver the parcels that a rank addressed to itself, in their order."""
     for (_, source), (_, target) in zip(
@@ -78,4 +82,4 @@ def copy_to_self(rank: int, sends: Sequence[Parcel], receives: Sequence[Parcel])
         (parcel for parcel in receives if parcel[0] == rank),
         strict=True,
     ):
-        target.copy_(source.view_as(target))
+        copy_memory(target, source.view_as(target))

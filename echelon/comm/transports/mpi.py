@@ -100,18 +100,6 @@ class MPITransport:
         sizes = [count * input.element_size() for count in counts]
         self._comm.Allgatherv(_bytes(input), (_address(output.data_ptr(), output.nbytes), sizes, MPI.BYTE))
 
-    def all_to_all(self, output: Tensor, input: Tensor) -> None:
-        block = input.nbytes // self.size
-        if block > _MAX_COUNT:
-            self.exchange(
-                list(enumerate(input.view(-1).chunk(self.size))), list(enumerate(output.view(-1).chunk(self.size)))
-            )
-            return
-        self._comm.Alltoall(
-            (_address(input.data_ptr(), input.nbytes), block, MPI.BYTE),
-            (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE),
-        )
-
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         comm, me = self._comm, self.rank
         requests = [comm.Irecv(_bytes(tensor), rank) for rank, tensor in receives if rank != me and tensor.numel()]
@@ -129,6 +117,8 @@ class MPITransport:
         return MPIRequest(self._messages.Irecv(_bytes(tensor), MPI.ANY_SOURCE if rank is None else rank, tag))
 
     def close(self) -> None:
+        if MPI.Is_finalized():
+            return
         self._messages.Free()
         self._comm.Free()
 

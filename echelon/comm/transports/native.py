@@ -7,6 +7,7 @@ stream, which is what "done" means for a CUDA tensor.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -113,12 +114,6 @@ class NativeTransport:
         pieces = output.view(-1).split(list(counts))
         self.exchange([(rank, input) for rank in range(self.size)], list(enumerate(pieces)))
 
-    def all_to_all(self, output: Tensor, input: Tensor) -> None:
-        self.exchange(
-            list(enumerate(torch.tensor_split(input.view(-1), self.size))),
-            list(enumerate(torch.tensor_split(output.view(-1), self.size))),
-        )
-
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         copy_to_self(self.rank, sends, receives)
         group = self.collectives
@@ -148,24 +143,49 @@ class NativeTransport:
 
 
 class NativeRequest:
-    """A work of PyTorch's own, waited for as a request."""
+    """A work of PyTorch's own, waited for as a request.
 
-    __slots__ = ("_work",)
+    Gloo's messages become complete only inside a call of `wait`: to test one, a thread is left waiting for it.
+    """
+
+    __slots__ = ("_error", "_waiter", "_work")
 
     def __init__(self, work: Work) -> None:
         self._work = work
+        self._waiter: threading.Thread | None = None
+        self._error: Exception | None = None
 
     def wait(self) -> None:
-        self._work.wait()
+        if self._waiter is None:
+            self._work.wait()
+        else:
+            self._waiter.join()
+            self._raise()
 
     def test(self) -> bool:
-        if not self._work.is_completed():
+        if self._waiter is None:
+            if self._work.is_completed():
+                self._work.wait()
+                return True
+            self._waiter = threading.Thread(target=self._wait_aside, name="echelon-message", daemon=True)
+            self._waiter.start()
+        if self._waiter.is_alive():
             return False
-        self._work.wait()
+        self._raise()
         return True
 
     def source(self) -> int:
         return self._work._source_rank()
+
+    def _wait_aside(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -26,3 +26,5 @@ if dist.get_rank() == 1:
         time.sleep(1000)
 x = torch.ones(2**20)
 works = [dist.all_reduce(x, async_op=True) for _ in range(10)]  # never waited for
+future = works[0].get_future()
+receive = dist.irecv(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=9)  # never sent
