@@ -69,10 +69,13 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-@torch.inference_mode()
 def copy_memory(target: Tensor, source: Tensor) -> None:
     """Copy values, as a wire would: autograd has no part in it, whatever mode the caller or this thread is in."""
-    target.detach().copy_(source.detach())
+    if not (target.requires_grad or source.requires_grad or target.is_inference()):
+        target.copy_(source)
+        return
+    with torch.inference_mode():
+        target.detach().copy_(source.detach())
 
 
 def copy_to_self(rank: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
