@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sysconfig.get_path("scripts"))
 _LAUNCHER_VARIABLES = re.compile(
-    r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_\w+|OMPI_\w+|PMI\w*_\w+|MPI_\w+)$"
+    r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_\w+|OMPI_COMM_\w+|PMI_\w+|MPI_LOCAL\w+)$"
 )
 
 
