@@ -62,7 +62,7 @@ def _munge(folder: Path, daemons: contextlib.ExitStack) -> Path:
 
 
 def _configuration(folder: Path, munge: Path) -> Path:
-    """Job numbers begin anywhere: MPICH names its shared memory after them, and a job that was killed leaves its own behind."""
+    """Job numbers begin anywhere: MPICH names its shared memory after them, and a killed job leaves its own behind."""
     host = socket.gethostname().split(".")[0]
     with contextlib.ExitStack() as sockets:
         ports = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
