@@ -48,52 +48,29 @@ def test_mpiexec(backend):
     assert result(run(*mpiexec(2, sys.executable, SCRIPTS / "ddp.py", backend))) == expected(2, transport)
 
 
+def torchrun(size: int, *command: object) -> list[object]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", *command]
+
+
 def test_torchrun():
-    job = run(
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        SCRIPTS / "ddp.py",
-        "echelon",
-    )
+    job = run(*torchrun(2, SCRIPTS / "ddp.py", "echelon"))
     assert result(job) == expected(2, "gloo")
     assert job.stderr.count("communicating over Gloo") == 1
 
 
 def test_torchrun_inside_mpiexec():
     """A launcher inside another: the inner one counts."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        SCRIPTS / "ddp.py",
-        "echelon",
-    ]
-    assert result(run(*mpiexec(1, *torchrun))) == expected(2, "gloo")
+    assert result(run(*mpiexec(1, *torchrun(2, SCRIPTS / "ddp.py", "echelon")))) == expected(2, "gloo")
 
 
 def test_every_operation_under_torchrun():
-    job = run(
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=3",
-        SCRIPTS / "every_operation.py",
-        timeout=240,
-    )
-    transport, count = result(job).split()
+    transport, count = result(run(*torchrun(3, SCRIPTS / "every_operation.py"), timeout=240)).split()
     assert transport == "gloo"
     assert int(count) > 500
 
 
 def test_works_and_messages_under_torchrun():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert result(run(*torchrun, SCRIPTS / "over_gloo.py", timeout=120)) == "gloo 10"
+    assert result(run(*torchrun(2, SCRIPTS / "over_gloo.py"), timeout=120)) == "gloo 10"
 
 
 def test_own_numbers_are_kept():
