@@ -72,25 +72,20 @@ class EchelonGroup(ProcessGroup):
         """The name of what moves this group's CPU tensors: `mpi` or `gloo`."""
         return self._transport.name
 
+    def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
+        """The most frequent case in few steps, since its microseconds are counted; False if this is not that case."""
+        lane, operation = self._lane, self._plain.get((id(op), tensor.dtype))
+        if operation and tensor.is_cpu and tensor.is_contiguous() and not lane.pending and lane.baton.acquire(False):
+            try:
+                self._transport.all_reduce(tensor, operation)
+            finally:
+                lane.baton.release()
+            return True
+        return False
+
     def allreduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> Work | None:
-        # The most frequent case first, in few steps: its microseconds are counted. It does what `_submit` would do.
-        if type(opts) is AllreduceOptions and len(tensors) == 1 and not opts.asyncOp:
-            tensor, lane = tensors[0], self._lane
-            operation = self._plain.get((hash(opts.reduceOp), tensor.dtype))
-            if (
-                operation
-                and tensor.is_cpu
-                and tensor.is_contiguous()
-                and not lane.pending
-                and lane.baton.acquire(False)
-            ):
-                try:
-                    self._transport.all_reduce(tensor, operation)
-                finally:
-                    lane.baton.release()
-                return None
         tensors, opts = _listed(tensors), _options(AllreduceOptions, opts, reduceOp=op)
         reduction = resolve(opts.reduceOp, _common_dtype(tensors))
         if len(tensors) != 1:
@@ -260,6 +255,8 @@ class EchelonGroup(ProcessGroup):
         self.finish()
         transport, self._transport = self._transport, _Closed(self.rank(), self.size())
         transport.close()
+        if self._cuda_transport is not None:
+            self._cuda_transport.close()
 
     def abort(self) -> None:
         self.shutdown()
@@ -460,6 +457,12 @@ def finish_groups() -> None:
     for group in list(_groups):
         group.finish()
     _post_office.close()
+
+
+def close_groups() -> None:
+    """Close what was never destroyed."""
+    for group in list(_groups):
+        group.shutdown()
 
 
 def _abandon_groups() -> None:

@@ -68,13 +68,13 @@ def resolve(op: ReduceOp, dtype: torch.dtype) -> Reduction:
 
 @cache
 def plain_operations(dtypes: frozenset[torch.dtype]) -> dict[tuple[int, torch.dtype], str]:
-    """By `hash(op)` and dtype, the reductions of `dtypes` that are an elementary operation and nothing else."""
+    """By `id(ReduceOp.…)` and dtype, the real reductions that are an elementary operation and nothing else."""
     plain = {}
     for dtype in dtypes:
-        for kind in _NAMES:
+        for kind, name in _NAMES.items():
             with contextlib.suppress(TypeError):  # which this dtype has not
-                if kind != _PREMUL_SUM and (reduction := _resolve(kind, dtype)).plain:
-                    plain[kind, dtype] = reduction.operation
+                if kind != _PREMUL_SUM and not dtype.is_complex and (reduction := _resolve(kind, dtype)).plain:
+                    plain[id(getattr(ReduceOp, name.upper())), dtype] = reduction.operation
     return plain
 
 

@@ -5,6 +5,7 @@ Loaded when the first group is made, never by `import torch`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from echelon.comm.group import EchelonGroup, finish_groups
+from echelon.comm.group import EchelonGroup, close_groups, finish_groups
 from echelon.comm.transports import Transport
 from echelon.comm.world import before_finalizing, mpi_world
 from echelon.launch.identity import identity
@@ -91,8 +92,14 @@ def _native_group(options: Any) -> EchelonGroup:
     from echelon.comm.transports.native import gloo, nccl
 
     _say_once()
+    _close_in_time()
     arguments = (options.store, options.group_rank, options.group_size, options.timeout)
     return EchelonGroup(gloo(*arguments), options.store, options.timeout, cuda=partial(nccl, *arguments))
+
+
+@cache
+def _close_in_time() -> None:
+    atexit.register(close_groups)
 
 
 @cache

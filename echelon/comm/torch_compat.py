@@ -5,7 +5,9 @@ point): it is quick, starts nothing, and cannot fail. (Nor does this module impo
 may come first.) What it changes in `torch.distributed`:
 - the backend `echelon` is known; the wheels of PyTorch refuse `"mpi"`, so there that name means `echelon` too;
 - in a process that an MPI launcher started, `env://` needs no MASTER_ADDR: the ranks agree on one through MPI;
-- `monitored_barrier` and `split_group`, which PyTorch keeps for Gloo and for GPUs, accept Echelon's groups.
+- `monitored_barrier` and `split_group`, which PyTorch keeps for Gloo and for GPUs, accept Echelon's groups;
+- a plain synchronous `all_reduce` goes straight to Echelon's group: PyTorch's way there, through an options object,
+  costs more than the operation itself.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from urllib.parse import parse_qs, urlparse
 from echelon.launch.identity import export, identity, show_output_by_line, take_cores
 
 BACKEND = "echelon"
+_group_types: set[type] = set()  # EchelonGroup, once there is one
 
 
 def register() -> None:
@@ -46,6 +49,7 @@ def _register() -> None:
     if not dist.is_mpi_available():
         dist.Backend.__new__ = _with_mpi_alias(dist.Backend.__new__)  # type: ignore[method-assign]
         _replace("is_mpi_available", _is_mpi_available, dist, distributed_c10d)
+    _replace("all_reduce", _with_short_way(distributed_c10d.all_reduce), dist, distributed_c10d)
     handlers["env"] = _with_mpi_rendezvous(handlers["env"])
     _replace(
         "monitored_barrier",
@@ -65,7 +69,9 @@ def _create_group(options: Any, _backend_options: Any) -> Any:
     """Called by `init_process_group` and `new_group`, on the members of the group alone."""
     from echelon.comm.start import create_group
 
-    return create_group(options)
+    group = create_group(options)
+    _group_types.add(type(group))
+    return group
 
 
 def _with_mpi_alias(new: Callable[..., str]) -> Callable[..., str]:
@@ -106,6 +112,34 @@ def torch_default_timeout() -> timedelta:
     from torch.distributed import default_pg_timeout
 
     return default_pg_timeout
+
+
+def _with_short_way(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_reduce`, with a shorter way for what needs none of PyTorch's detours: subclasses of tensors, torch-function
+    modes, coalescing, complex numbers as pairs. (What PyTorch does with the function itself, in coalescing and in
+    Dynamo, it does with whatever bears the name.)
+    """
+    from torch import _C, Tensor
+    from torch.distributed import ReduceOp
+    from torch.distributed.distributed_c10d import _world
+
+    torch_function_modes = _C._len_torch_function_stack
+
+    @functools.wraps(theirs)
+    def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        actual: Any = _world.default_pg if group is None else group
+        if (
+            type(actual) in _group_types
+            and not async_op
+            and type(tensor) is Tensor
+            and not _world.pg_coalesce_state
+            and not torch_function_modes()
+            and actual.all_reduce_at_once(tensor, op)
+        ):
+            return None
+        return theirs(tensor, op, group, async_op)
+
+    return all_reduce
 
 
 def _for_echelon(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,8 +83,8 @@ class NativeTransport:
         self.rank = rank
         self.size = size
         self.reducible = reducible
-        self.collectives = group("collectives")
-        self._messages = group("messages")
+        self.collectives: Any = group("collectives")
+        self._messages: Any = group("messages")
         self._together = together
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
@@ -136,7 +136,8 @@ class NativeTransport:
         )
 
     def close(self) -> None:
-        """The connections are closed when the groups are dropped."""
+        """Drop the groups, which ends their threads: those of Gloo abort the process if they outlive Python."""
+        self.collectives = self._messages = None
 
     def _for_others(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         return [(rank, tensor) for rank, tensor in parcels if rank != self.rank and tensor.numel()]
