@@ -33,12 +33,16 @@ from torch.distributed.distributed_c10d import (
 )
 
 from echelon.comm import operations
+from echelon.comm.check import CHECKING, compared
 from echelon.comm.lane import Lane
 from echelon.comm.reduction import plain_operations, resolve
 from echelon.comm.transports import Transport, copy_memory
+from echelon.comm.watchdog import logbook
 from echelon.comm.work import CollectiveWork, MessageWork, PostOffice
+from echelon.launch.logbook import Message
 
 BACKEND = "echelon"
+_SEND, _RECEIVE = "a message to", "a message from"
 # For rank 0, which waits for the others as long as they wait for it, to say what it saw.
 _VERDICT_GRACE = timedelta(seconds=5)
 _groups: weakref.WeakSet[EchelonGroup] = weakref.WeakSet()
@@ -52,19 +56,28 @@ class EchelonGroup(ProcessGroup):
     """A `torch.distributed.ProcessGroup` over a transport for CPU tensors and, where there is one, another for CUDA."""
 
     def __init__(
-        self, transport: Transport, store: Store, timeout: timedelta, cuda: Callable[[], Transport] | None = None
+        self,
+        name: str,
+        ranks: list[int],
+        transport: Transport,
+        store: Store,
+        timeout: timedelta,
+        cuda: Callable[[], Transport] | None = None,
     ) -> None:
-        """`cuda` makes the transport for CUDA tensors, when the first one comes."""
+        """`ranks` are the members' in the world; `cuda` makes the transport for CUDA tensors, when the first comes."""
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
+        self._ranks = ranks
+        self._logbook = logbook()
+        self._row = self._logbook.open_row(name, ranks, timeout.total_seconds())
         self._transport = transport
         self._make_cuda_transport = cuda
         self._cuda_transport: Transport | None = None
         self._store = store
         self._timeout = timeout
-        self._name = self._description = ""
+        self._name, self._description = name, ""
         self._barriers = 0
-        self._lane = Lane(transport.name)
-        self._plain = plain_operations(transport.reducible)
+        self._lane = Lane(transport.name, self._logbook, self._row)
+        self._plain = {} if CHECKING else plain_operations(transport.reducible)
         _groups.add(self)
 
     @property
@@ -74,14 +87,18 @@ class EchelonGroup(ProcessGroup):
 
     def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
         """The most frequent case in few steps, since its microseconds are counted; False if this is not that case."""
-        lane, operation = self._lane, self._plain.get((id(op), tensor.dtype))
-        if operation and tensor.is_cpu and tensor.is_contiguous() and not lane.pending and lane.baton.acquire(False):
-            try:
-                self._transport.all_reduce(tensor, operation)
-            finally:
-                lane.baton.release()
-            return True
-        return False
+        operation = self._plain.get((id(op), tensor.dtype))
+        return (
+            operation is not None
+            and tensor.is_cpu
+            and tensor.is_contiguous()
+            and self._lane.try_call(
+                (self._logbook.code("all_reduce", tensor.dtype), tensor.numel()),
+                self._transport.all_reduce,
+                tensor,
+                operation,
+            )
+        )
 
     def allreduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
@@ -214,12 +231,13 @@ class EchelonGroup(ProcessGroup):
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        return self._submit(_options(BarrierOptions, opts), [], _barrier)
+        return self._submit(_options(BarrierOptions, opts), [], operations.barrier)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         [tensor] = _listed(tensors)
         dense = tensor.detach().contiguous()
-        return self._watched(MessageWork([tensor], self._open(tensor).send(dense, dst, tag), dense))
+        request = self._open(tensor).send(dense, dst, tag)
+        return self._watched(MessageWork([tensor], (self, _SEND, dst, tag), request, dense))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         return self._receive(tensors, src, tag)
@@ -252,8 +270,12 @@ class EchelonGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Finish, and free the communicators; all ranks of the group do this."""
+        if isinstance(self._transport, _Closed):
+            return
         self.finish()
-        transport, self._transport = self._transport, _Closed(self.rank(), self.size())
+        self._logbook.close_row(self._row)
+        transport = self._transport
+        self._close()
         transport.close()
         if self._cuda_transport is not None:
             self._cuda_transport.close()
@@ -278,6 +300,7 @@ class EchelonGroup(ProcessGroup):
 
     def setGroupDesc(self, description: str) -> None:
         self._description = description
+        self._logbook.describe_row(self._row, dimension=description)
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name = property(getGroupName, setGroupName)
@@ -294,12 +317,13 @@ class EchelonGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        self._logbook.describe_row(self._row, timeout=timeout.total_seconds())
 
     def abandon(self) -> None:
         """Refuse all further use: this process is a fork of the rank that owns the group."""
         self._lane.abandon("this process was forked from a rank and cannot communicate: only the rank itself can")
         _abandoned.extend((self._transport, self._cuda_transport))
-        self._transport = _Closed(self.rank(), self.size())
+        self._close()
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -307,14 +331,23 @@ class EchelonGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
+    def _close(self) -> None:
+        """From now on every call comes to the lane, which says why it is closed."""
+        self._transport = _Closed(self.rank(), self.size())
+        self._plain = {}
+
     def _submit(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *arguments: Any) -> Work | None:
         cuda = self._for_cuda(*arguments)
         if cuda is not None:  # only enqueues, so there is nothing to wait for and no need of the lane
             operation(cuda, *arguments)
             return CollectiveWork.done(outputs) if opts.asyncOp else None
+        call = operations.Call(operation, arguments)
+        note = self._logbook.code(call.name, call.dtype), call.elements
+        if CHECKING:
+            operation, arguments = compared, (call, self._ranks)
         if opts.asyncOp:
-            return self._lane.post(outputs, operation, self._transport, *arguments)
-        self._lane.call(operation, self._transport, *arguments)
+            return self._lane.post(outputs, note, operation, self._transport, *arguments)
+        self._lane.call(note, operation, self._transport, *arguments)
         return None
 
     def _each(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *lists: list[Any]) -> Work | None:
@@ -322,17 +355,16 @@ class EchelonGroup(ProcessGroup):
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
         [tensor] = _listed(tensors)
-        transport = self._open(tensor)
+        transport, label = self._open(tensor), (self, _RECEIVE, src, tag)
         if tensor.is_contiguous():
-            return self._watched(MessageWork([tensor], transport.receive(tensor, src, tag), tensor))
+            return self._watched(MessageWork([tensor], label, transport.receive(tensor, src, tag), tensor))
         dense = tensor.detach().contiguous()
-        work = MessageWork([tensor], transport.receive(dense, src, tag), dense, partial(copy_memory, tensor, dense))
-        return self._watched(work)
+        give_back = partial(copy_memory, tensor, dense)
+        return self._watched(MessageWork([tensor], label, transport.receive(dense, src, tag), dense, give_back))
 
     def _open(self, tensor: Tensor) -> Transport:
         """The transport for messages that hold `tensor`."""
-        if isinstance(self._transport, _Closed):
-            self._lane.post([], _barrier)  # raises the reason why the lane is closed
+        self._lane.check_open()
         return self._for_cuda(tensor) or self._transport
 
     def _for_cuda(self, *arguments: Any) -> Transport | None:
@@ -401,7 +433,7 @@ class EchelonGroup(ProcessGroup):
 
 
 class _Closed:
-    """Stands where a transport was. The lane is closed too, and says why to whoever calls."""
+    """Stands where a transport was."""
 
     name = "closed"
 
@@ -410,10 +442,6 @@ class _Closed:
 
     def close(self) -> None:
         """Nothing is left to free."""
-
-
-def _barrier(transport: Transport) -> None:
-    transport.barrier()
 
 
 def _options(kind: type, given: Any, **fields: Any) -> Any:
@@ -457,6 +485,17 @@ def finish_groups() -> None:
     for group in list(_groups):
         group.finish()
     _post_office.close()
+
+
+def waited_messages() -> dict[int, Message]:
+    """The message that each group has been waited in for longest, by the group's row in the logbook."""
+    found: dict[int, Message] = {}
+    for work in sorted(_post_office.waited_for(), key=lambda work: work.waited_for, reverse=True):
+        group, words, peer, tag = work.label
+        world_rank = None if peer is None else group._ranks[peer]
+        who = "any rank" if peer is None else f"rank {world_rank}"
+        found[group._row] = Message(work.waited_for, f"{words} {who}{f' (tag {tag})' if tag else ''}", world_rank)
+    return found
 
 
 def close_groups() -> None:

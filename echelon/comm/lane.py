@@ -3,7 +3,8 @@
 MPI wants the collectives of a communicator called in one order on all ranks and never by two threads at once; PyTorch
 lets each rank choose for itself whether a call is synchronous. So both kinds run the same blocking call, one at a
 time: a synchronous one in the caller's thread if nothing is ahead of it, everything else in the lane's own worker
-thread, in the order of the calls. A group has its own lane: waiting in one never delays another.
+thread, in the order of the calls. A group has its own lane: waiting in one never delays another. What runs is noted in
+the rank's logbook.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from typing import Any
 
 import torch
 
-from echelon.comm.work import CollectiveWork
+from echelon.comm.work import CollectiveWork, Note
+from echelon.launch.logbook import COUNT, ELEMENTS, OPERATION, SEQUENCE, Logbook
 
 
 class Lane:
     """Runs callables one at a time, in the order of submission."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, logbook: Logbook, row: int) -> None:
         self._name = name
+        self._count = logbook.count
+        self._rows = logbook.rows
+        self._row = row
         self.baton = allocate_lock()  # held by whoever runs a collective
         self.pending: deque[CollectiveWork] = deque()  # queued or running in the worker
         self._arrivals: SimpleQueue[CollectiveWork | None] = SimpleQueue()
@@ -32,26 +37,36 @@ class Lane:
         self._starting = allocate_lock()
         self._closed = ""
 
-    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+    def call(self, note: Note, function: Callable[..., None], *arguments: Any) -> None:
         """Run now in this thread, or, if others are ahead, after them."""
-        if not self.pending and self.baton.acquire(False):
-            try:
-                function(*arguments)
-            finally:
-                self.baton.release()
-            return
-        self.post([], function, *arguments).wait()
+        if not self.try_call(note, function, *arguments):
+            self.post([], note, function, *arguments).wait()
 
-    def post(self, outputs: list[Any], function: Callable[..., None], *arguments: Any) -> CollectiveWork:
+    def try_call(self, note: Note, function: Callable[..., None], *arguments: Any) -> bool:
+        """Run now in this thread, if nothing is ahead."""
+        if self.pending or not self.baton.acquire(False):
+            return False
+        try:
+            self._begin(note)
+            function(*arguments)
+        finally:
+            self._rows[self._row + OPERATION] = note[0]
+            self.baton.release()
+        return True
+
+    def post(self, outputs: list[Any], note: Note, function: Callable[..., None], *arguments: Any) -> CollectiveWork:
         """Run in the worker thread, after all that was submitted before; the work's future will hold `outputs`."""
-        if self._closed:
-            raise RuntimeError(self._closed)
-        work = CollectiveWork(outputs, function, arguments)
+        self.check_open()
+        work = CollectiveWork(outputs, note, function, arguments)
         self.pending.append(work)
         self._arrivals.put(work)
         if self._worker is None:
             self._start()
         return work
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(self._closed)
 
     def close(self, reason: str) -> None:
         """Finish what is queued; every later call raises `reason`."""
@@ -69,6 +84,13 @@ class Lane:
         self.baton = allocate_lock()
         self.baton.acquire()
 
+    def _begin(self, note: Note) -> None:
+        rows, row = self._rows, self._row
+        rows[row + OPERATION] = note[0] + 1
+        rows[row + ELEMENTS] = note[1]
+        rows[row + COUNT] = next(self._count)
+        rows[row + SEQUENCE] += 1  # last: until then, who reads it sees the operation before
+
     def _start(self) -> None:
         with self._starting:
             if self._worker is None:
@@ -79,6 +101,8 @@ class Lane:
     def _serve(self) -> None:
         while (work := self._arrivals.get()) is not None:
             with self.baton:
+                self._begin(work.note)
                 work.run()
+                self._rows[self._row + OPERATION] = work.note[0]
             self.pending.popleft()
             work.finish()

@@ -8,7 +8,9 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,36 @@ from echelon.comm.transports import Transport, copy_memory
 _LIBRARY_REDUCE_SCATTER = 2**20  # up to here the library's reduce_scatter, then one exchange and a sum of our own
 _LIBRARY_REDUCE = 2**23  # the same for reduce
 _FLAT_GATHER = 2**16  # up to here lists are gathered as one tensor and copied, then straight into the list's tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation and what it is done to: for the lane to run, and for those who ask what that was."""
+
+    operation: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        inner = self.arguments[0] if self.operation is one_after_another else self.operation
+        return str(inner.__name__)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self._tensor is None else self._tensor.dtype
+
+    @property
+    def elements(self) -> int:
+        return 0 if self._tensor is None else self._tensor.numel()
+
+    @property
+    def _tensor(self) -> Tensor | None:
+        """The first tensor: others differ in size, if at all, not in kind."""
+        for argument in self.arguments:
+            first = argument[0] if type(argument) is list and argument else argument
+            if isinstance(first, Tensor):
+                return first
+        return None
 
 
 def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> None:
@@ -157,6 +189,10 @@ def all_to_all(transport: Transport, outputs: list[Tensor], inputs: list[Tensor]
     dense = [_dense(output) for output in outputs]
     transport.exchange([(rank, _dense(tensor)) for rank, tensor in enumerate(inputs)], list(enumerate(dense)))
     _give_all_back(outputs, dense)
+
+
+def barrier(transport: Transport) -> None:
+    transport.barrier()
 
 
 def one_after_another(transport: Transport, operation, *lists) -> None:  # type: ignore[no-untyped-def]

@@ -17,17 +17,21 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from echelon.comm.group import EchelonGroup, close_groups, finish_groups
+from echelon.comm.group import EchelonGroup, close_groups, finish_groups, waited_messages
 from echelon.comm.transports import Transport
-from echelon.comm.world import before_finalizing, mpi_world
+from echelon.comm.watchdog import Watchdog
+from echelon.comm.world import before_finalizing, leave, mpi_world, on_end
 from echelon.launch.identity import identity
+
+_watchdogs: list[Watchdog] = []  # one, as soon as there is a group
 
 
 def create_group(options: Any) -> EchelonGroup:
     """Make the group that `options` (PyTorch's `_DistributedBackendOptions`) describe; called by its members alone."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if identity().in_mpi_world:
-        return EchelonGroup(_mpi(options), options.store, options.timeout)
-    return _native_group(options)
+        return EchelonGroup(options.group_id, ranks, _mpi(options, ranks), options.store, options.timeout)
+    return _native_group(options, ranks)
 
 
 def rendezvous(given: dict[str, int], timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
@@ -65,36 +69,40 @@ def rendezvous(given: dict[str, int], timeout: timedelta) -> Iterator[tuple[Stor
     yield store, rank, size
 
 
-def _mpi(options: Any) -> Transport:
+def _mpi(options: Any, ranks: list[int]) -> Transport:
     from echelon.comm.transports.mpi import MPITransport
 
     world = mpi_world()
-    _finish_in_time()
-    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if options.group_size > world.Get_size() or ranks[options.group_rank] != world.Get_rank():
         raise RuntimeError(
             f"this process is rank {ranks[options.group_rank]} of {options.group_size} for PyTorch, "
             f"but rank {world.Get_rank()} of {world.Get_size()} for MPI: "
             "RANK and WORLD_SIZE (or rank= and world_size=) must be MPI's own; leave them out"
         )
+    _look_after(options.store)
     members = world.Get_group().Incl(ranks)
     # The tag keeps apart groups that different threads make at once; every MPI allows tags up to 32767.
     return MPITransport(world.Create_group(members, zlib.crc32(options.group_id.encode()) % 32768))
 
 
-@cache
-def _finish_in_time() -> None:
-    """What was started asynchronously and never waited for is finished before MPI ends."""
-    before_finalizing(finish_groups)
+def _look_after(store: Store) -> None:
+    """With the first group: the watchdog begins; what was started and never waited for is finished before MPI ends."""
+    if not _watchdogs:
+        watchdog = Watchdog(store, waited_messages, leave)
+        _watchdogs.append(watchdog)
+        before_finalizing(finish_groups)
+        on_end(watchdog.end)
 
 
-def _native_group(options: Any) -> EchelonGroup:
+def _native_group(options: Any, ranks: list[int]) -> EchelonGroup:
     from echelon.comm.transports.native import gloo, nccl
 
     _say_once()
     _close_in_time()
     arguments = (options.store, options.group_rank, options.group_size, options.timeout)
-    return EchelonGroup(gloo(*arguments), options.store, options.timeout, cuda=partial(nccl, *arguments))
+    return EchelonGroup(
+        options.group_id, ranks, gloo(*arguments), options.store, options.timeout, cuda=partial(nccl, *arguments)
+    )
 
 
 @cache

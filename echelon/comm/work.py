@@ -7,6 +7,7 @@ runs collectives must not.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from _thread import allocate_lock
@@ -22,7 +23,9 @@ from torch.futures import Future
 
 from echelon.comm.transports import Request
 
+Note = tuple[int, int]  # for the logbook: the code of an operation, and the elements it is done to
 _NO_TIMEOUT = timedelta(0)
+_numbers = itertools.count(1)
 _futures = allocate_lock()  # guards the moment in which a future and a result meet
 
 
@@ -46,6 +49,11 @@ class _EchelonWork(Work):
 
     def exception(self) -> BaseException | None:
         return self._error
+
+    @property
+    def is_finished(self) -> bool:
+        """As `is_completed`, without driving anything."""
+        return self._finished
 
     def result(self) -> list[Tensor]:
         return self._outputs
@@ -87,10 +95,13 @@ class _EchelonWork(Work):
 class CollectiveWork(_EchelonWork):
     """A collective in a lane's queue."""
 
-    __slots__ = ("_arguments", "_done", "_function")
+    __slots__ = ("_arguments", "_done", "_function", "note")
 
-    def __init__(self, outputs: list[Tensor], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, outputs: list[Tensor], note: Note, function: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
         super().__init__(outputs)
+        self.note = note
         self._function: Callable[..., None] | None = function
         self._arguments = arguments
         self._done = allocate_lock()
@@ -99,7 +110,7 @@ class CollectiveWork(_EchelonWork):
     @classmethod
     def done(cls, outputs: list[Tensor]) -> CollectiveWork:
         """A work that is over already."""
-        work = cls(outputs, lambda: None, ())
+        work = cls(outputs, (0, 0), lambda: None, ())
         work.finish()
         return work
 
@@ -132,13 +143,20 @@ class CollectiveWork(_EchelonWork):
 class MessageWork(_EchelonWork):
     """A send or a receive. Whoever waits drives MPI; behind, the post office looks after messages nobody waits for."""
 
-    __slots__ = ("_arrived", "_guard", "_held", "_request")
+    __slots__ = ("_arrived", "_guard", "_held", "_request", "label", "waited_for")
 
     def __init__(
-        self, outputs: list[Tensor], request: Request, held: Any, arrived: Callable[[], object] | None = None
+        self,
+        outputs: list[Tensor],
+        label: Any,
+        request: Request,
+        held: Any,
+        arrived: Callable[[], object] | None = None,
     ) -> None:
-        """`held` is memory in use until the end; `arrived` runs once then."""
+        """`label` is the sender's own; `held` is memory in use until the end; `arrived` runs once then."""
         super().__init__(outputs)
+        self.label = label
+        self.waited_for = 0  # a number of its own, once somebody waits
         self._request = request
         self._held = held
         self._arrived = arrived
@@ -146,6 +164,7 @@ class MessageWork(_EchelonWork):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not self._finished:
+            self.waited_for = next(_numbers)
             if timeout > _NO_TIMEOUT:
                 self._wait_until(time.monotonic() + timeout.total_seconds(), timeout)
             else:
@@ -205,6 +224,7 @@ class PostOffice:
 
     def __init__(self) -> None:
         self._under_way: list[MessageWork] = []
+        self._in_hand: list[MessageWork] = []  # while they are looked at
         self._lock = threading.Lock()
         self._wake = threading.Semaphore(0)
         self._asleep = True
@@ -221,6 +241,11 @@ class PostOffice:
                 self._thread.start()
             self._wake.release()
 
+    def waited_for(self) -> list[MessageWork]:
+        """The messages under way that somebody waits for."""
+        with self._lock:
+            return [work for work in (*self._under_way, *self._in_hand) if work.waited_for and not work.is_finished]
+
     def close(self) -> None:
         """Look after nothing any more."""
         self._closed = True
@@ -235,11 +260,11 @@ class PostOffice:
             while idle < self._LINGER and not self._closed:
                 time.sleep(self._INTERVAL)
                 with self._lock:
-                    works = self._under_way
-                    self._under_way = []
-                waiting = [work for work in works if not work.poll()]
+                    self._in_hand, self._under_way = self._under_way, []
+                waiting = [work for work in self._in_hand if not work.poll()]
                 with self._lock:
                     self._under_way += waiting
+                    self._in_hand = []
                     idle = 0 if self._under_way else idle + 1
                     self._asleep = idle >= self._LINGER
 

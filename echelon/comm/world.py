@@ -51,7 +51,12 @@ def mpi_world() -> MPI.Intracomm:
 
 def before_finalizing(finish: Callable[[], None]) -> None:
     """Have `finish` called when this rank ends well, while MPI still runs."""
-    _ending().callbacks.append(finish)
+    _ending().before.append(finish)
+
+
+def on_end(tell: Callable[[str, int], None]) -> None:
+    """Have `tell` called when this rank ends, well or not, with the words for how and the exit code."""
+    _ending().told.append(tell)
 
 
 def library_name(mpi: Any) -> str:
@@ -90,11 +95,23 @@ def _wrong_launcher(me: Identity, mpi: Any, problem: str) -> RuntimeError:
     )
 
 
+def leave(status: int) -> NoReturn:
+    """End this process at once, without MPI_Finalize, which would wait for the other ranks: the launcher ends them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "SLURM_STEP_ID" in os.environ:  # srun, unlike mpiexec, would let the other ranks wait
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(status)
+    os._exit(status)
+
+
 class _Ending:
     """Finalizes MPI when this rank ends well, and leaves without when it fails."""
 
     def __init__(self) -> None:
-        self.callbacks: list[Callable[[], None]] = []
+        self.before: list[Callable[[], None]] = []
+        self.told: list[Callable[[str, int], None]] = []
         self._process = os.getpid()
         self._status = 0
 
@@ -111,18 +128,21 @@ class _Ending:
     def _at_exit(self) -> None:
         if os.getpid() != self._process or self._mpi.Is_finalized():
             return
-        status = self._status & 0xFF
+        status, how = self._status & 0xFF, f"exited with code {self._status & 0xFF}"
         if (error := getattr(sys, "last_value", None)) is not None:  # an exception that nobody caught
             status = 130 if isinstance(error, KeyboardInterrupt) else 1
+            how = f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
         if status:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if "SLURM_STEP_ID" in os.environ:  # srun, unlike mpiexec, would let the other ranks wait
-                self._mpi.COMM_WORLD.Abort(status)
-            os._exit(status)
-        for finish in self.callbacks:
+            self._tell(how, status)
+            leave(status)
+        for finish in self.before:
             finish()
+        self._tell("ended", 0)
         self._mpi.Finalize()
+
+    def _tell(self, how: str, code: int) -> None:
+        for tell in self.told:
+            tell(how, code)
 
 
 @cache

@@ -1,7 +1,8 @@
 """Starting ranks with the machine's MPI, and ending them: `echelon run`.
 
 The job runs in a session of its own. Signals are passed on once; whatever is still alive when the launcher has ended,
-or does not end when told to, is killed, so that no process stays behind.
+or does not end when told to, is killed, so that no process stays behind. Meanwhile the watch is kept here, since MPI's
+launchers kill the survivors of a dead rank at once: when the job has failed, this process can still say what happened.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -22,9 +24,13 @@ from pathlib import Path
 from typing import IO
 
 from echelon.launch.find import Installation
+from echelon.launch.logbook import FOLDER_VARIABLE
+from echelon.launch.report import exit_code, post_mortem
+from echelon.launch.watch import VARIABLE, Watch
 
 _JOB_VARIABLE = "ECHELON_JOB"  # marks every process of a job, wherever its launcher put it
 _GRACE_SECONDS = 5.0
+_MEMORY = Path("/dev/shm")  # where a file costs no disk
 _OPEN_MPI_TAG = re.compile(rb"^\[[^\]]*,(\d+)\]<std(?:out|err)>:\s?")
 
 
@@ -45,23 +51,33 @@ class Job:
 def run(job: Job, mpi: Installation) -> int:
     """Run the job to its end and return its exit code: that of the rank that failed, if one did."""
     identifier = uuid.uuid4().hex
-    environment = dict(os.environ) | rank_environment(job, mpi) | {_JOB_VARIABLE: identifier}
-    process = subprocess.Popen(
-        command_line(job, mpi),
-        env=environment,
-        stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-        stdout=subprocess.PIPE if job.prefix_output else None,
-        stderr=subprocess.STDOUT if job.prefix_output else None,
-        start_new_session=True,
-        preexec_fn=_end_with_parent,  # noqa: PLW1509 (this process has one thread)
-    )
-    try:
-        with _signals_passed_to(process):
-            if process.stdout is not None:
-                _print_prefixed(process.stdout)
-            return _exit_code(process.wait())
-    finally:
-        _kill_rest(process, identifier)
+    with tempfile.TemporaryDirectory(prefix="echelon-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+        watch = Watch(Path(folder), elsewhere=bool(job.hosts))
+        marks = {_JOB_VARIABLE: identifier, VARIABLE: watch.address, FOLDER_VARIABLE: folder}
+        process = subprocess.Popen(
+            command_line(job, mpi),
+            env=dict(os.environ) | rank_environment(job, mpi) | marks,
+            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+            stdout=subprocess.PIPE if job.prefix_output else None,
+            stderr=subprocess.STDOUT if job.prefix_output else None,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 (this process has one thread, as yet)
+        )
+        watch.start()
+        try:
+            with _signals_passed_to(process) as received:
+                if process.stdout is not None:
+                    _print_prefixed(process.stdout)
+                code = _exit_code(process.wait())
+            watch.close()
+            sight = watch.sight()
+            if received or not sight.states:
+                return code
+            if code := exit_code(sight, code):
+                print(f"echelon: {post_mortem(sight, code)}", file=sys.stderr, flush=True)
+            return code
+        finally:
+            _kill_rest(process, identifier)
 
 
 def command_line(job: Job, mpi: Installation) -> list[str]:
@@ -72,7 +88,7 @@ def command_line(job: Job, mpi: Installation) -> list[str]:
             flags.append("--allow-run-as-root")
         if job.hosts:
             flags += ["--host", ",".join(job.hosts)]
-            for name in (*_defaults(job, mpi), _JOB_VARIABLE):
+            for name in (*_defaults(job, mpi), _JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE):
                 flags += ["-x", name]
         if job.prefix_output:
             flags.append("--tag-output")
@@ -111,8 +127,11 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass Ctrl-C and termination on to the launcher; after the second, or a grace period, the job is killed."""
+def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass Ctrl-C and termination on to the launcher; after the second, or a grace period, the job is killed.
+
+    Gives the list that holds those received.
+    """
     received: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
@@ -128,7 +147,7 @@ def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, give_up)
     try:
-        yield
+        yield received
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

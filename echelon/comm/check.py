@@ -1,0 +1,108 @@
+"""`ECHELON_CHECK=1`: before each collective the ranks compare what they are about to do.
+
+A mismatch (another operation, shape, dtype, reduction or root) is otherwise a hang, a crash inside MPI or, worst,
+a wrong result. Each rank shows the others its call in words; who differs is named in the error, which all ranks raise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+from echelon.comm import operations
+from echelon.comm.operations import Call
+from echelon.comm.reduction import Reduction
+from echelon.comm.transports import Transport
+from echelon.launch.report import ranks_text
+
+CHECKING = os.environ.get("ECHELON_CHECK", "0") not in ("", "0")
+
+
+def compared(transport: Transport, call: Call, ranks: list[int]) -> None:
+    """Run `call`, if all ranks (whose numbers in the world are `ranks`) are about to do the same."""
+    shown = _show(transport, _words(call))
+    same = defaultdict(list)
+    for rank, words in zip(ranks, shown, strict=True):
+        same[words].append(rank)
+    if len(same) > 1:
+        raise DistBackendError(
+            "the ranks' calls do not match: "
+            + "; ".join(f"{ranks_text(members)}: {words}" for words, members in same.items())
+        )
+    if call.operation in (operations.all_to_all, operations.all_to_all_single):
+        _compare_splits(transport, call, ranks)
+    call.operation(transport, *call.arguments)
+
+
+def _words(call: Call) -> str:
+    """The call, as far as it must be the same on all ranks."""
+    arguments: Any = call.arguments
+    if call.operation is operations.one_after_another:
+        arguments = arguments[1:]
+    elif call.operation in (operations.gather, operations.scatter):  # the list is the root's alone
+        arguments = [argument for argument in arguments if type(argument) is not list and argument is not None]
+    elif call.operation in (operations.all_to_all, operations.all_to_all_single):
+        return f"{call.name} of {call.dtype}"
+    elif call.operation is operations.all_gather:  # each rank's own tensor may be of another size
+        arguments = arguments[:1]
+    return f"{call.name}({', '.join(_word(argument) for argument in arguments)})".replace("torch.", "")
+
+
+def _word(argument: Any) -> str:
+    if isinstance(argument, Tensor):
+        return f"{argument.dtype}{list(argument.shape)}"
+    if isinstance(argument, Reduction):
+        return f"{argument.operation}{' averaged' if argument.average else ''}"
+    if isinstance(argument, list):
+        return f"[{', '.join(map(_word, argument))}]"
+    return f"root {argument}"
+
+
+def _show(transport: Transport, words: str) -> list[str]:
+    """What every rank says. Words are of any length, so lengths go first."""
+    text = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
+    lengths = torch.empty(transport.size, dtype=torch.int64)
+    transport.all_gather(lengths, torch.tensor([text.numel()]))
+    counts = lengths.tolist()
+    everything = torch.empty(sum(counts), dtype=torch.uint8)
+    transport.all_gather_uneven(everything, text, counts)
+    return [bytes(part.tolist()).decode() for part in everything.split(counts)]
+
+
+def _compare_splits(transport: Transport, call: Call, ranks: list[int]) -> None:
+    """What a rank sends to another must be what that one expects."""
+    expected, sent = (_counts(transport, *pair) for pair in _pairs(call))
+    announced = torch.empty(transport.size, dtype=torch.int64)
+    sent_t = torch.tensor(sent)
+    peers = range(transport.size)
+    transport.exchange([(peer, sent_t[peer : peer + 1]) for peer in peers], [(p, announced[p : p + 1]) for p in peers])
+    wrong = [
+        f"rank {ranks[peer]} sends {count} elements, but rank {ranks[transport.rank]} expects {wanted} from it"
+        for peer, (count, wanted) in enumerate(zip(announced.tolist(), expected, strict=True))
+        if count != wanted
+    ]
+    verdicts = [verdict for verdict in _show(transport, "; ".join(wrong) or "-") if verdict != "-"]
+    if verdicts:
+        raise DistBackendError(f"the ranks' calls of {call.name} do not match: {'; '.join(verdicts)}")
+
+
+def _pairs(call: Call) -> list[tuple[Any, Any]]:
+    """(output, its splits) and (input, its splits)."""
+    if call.operation is operations.all_to_all:
+        return [(tensors, None) for tensors in call.arguments]
+    output, input, output_splits, input_splits = call.arguments
+    return [(output, output_splits), (input, input_splits)]
+
+
+def _counts(transport: Transport, tensors: Any, splits: Any) -> list[int]:
+    if isinstance(tensors, list):
+        return [tensor.numel() for tensor in tensors]
+    row = tensors.numel() // tensors.shape[0] if tensors.dim() and tensors.shape[0] else 1
+    if not splits:
+        return [tensors.numel() // transport.size] * transport.size
+    return [count * row for count in splits]

@@ -1,0 +1,197 @@
+"""What a rank is doing, written where it outlives the rank.
+
+A logbook is a piece of memory: a row of numbers for each of the rank's groups, written before and after every
+operation (numbers, because that takes a few dozen nanoseconds), and a header in JSON for what seldom changes. Under
+`echelon run` the memory is a file that the launcher can still read when the rank has been killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import socket
+import threading
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER_VARIABLE = "ECHELON_LOGBOOKS"  # where the launcher wants them, each named by its rank
+# The columns of a row: operations begun; the last one, and whether it is under way; its elements; the rank's own count.
+SEQUENCE, OPERATION, ELEMENTS, COUNT = range(4)
+_COLUMNS = 4
+_ROWS = 2048
+_HEADER = _ROWS * _COLUMNS * 8  # where the header begins, with its length
+_BYTES = 2**20
+_UNDER_WAY = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What a rank had done in one group: `operation`, number `sequence`, was the last it began."""
+
+    name: str
+    dimension: str
+    ranks: list[int]
+    timeout: float
+    sequence: int
+    under_way: bool
+    operation: str
+    elements: int
+    count: int  # by which a rank's operations in all its groups are in order
+    message: Message | None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that a rank waits for, or waits to be taken; `number` tells it from others of the same words."""
+
+    number: int
+    text: str
+    peer: int | None  # None: anyone
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank was doing. `ending` tells how it ended, in words, empty while it runs; `code` is its exit code."""
+
+    rank: int
+    host: str
+    process: int
+    ending: str
+    code: int
+    groups: list[GroupState] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, snapshot: dict[str, Any]) -> RankState:
+        header = snapshot["header"]
+        names = header["operations"]
+        groups = []
+        for row, group in header["groups"].items():
+            sequence, operation, elements, count = snapshot["rows"][int(row)]
+            code, under_way = divmod(operation, 2)
+            text = names[code] if sequence and code < len(names) else ""
+            message = Message(*header["messages"][row]) if row in header["messages"] else None
+            name, dimension, ranks, timeout = group
+            groups.append(
+                GroupState(name, dimension, ranks, timeout, sequence, bool(under_way), text, elements, count, message)
+            )
+        return cls(header["rank"], header["host"], header["process"], header["ending"], header["code"], groups)
+
+
+class Logbook:
+    """The writer's side, in the rank."""
+
+    def __init__(self, rank: int, file: Path | None = None) -> None:
+        self.rows = _open(file)
+        self.count = itertools.count(1)
+        self._memory = self.rows.cast("B")
+        self._lock = threading.Lock()
+        self._free = list(range(_ROWS - 1, -1, -1))
+        self._codes: dict[tuple[str, object], int] = {}
+        self._made: dict[str, int] = {}
+        self._header: dict[str, Any] = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "ending": "",
+            "code": 0,
+            "operations": [],
+            "groups": {},
+            "messages": {},
+        }
+        self._write()
+
+    def open_row(self, name: str, ranks: list[int], timeout: float) -> int:
+        """A row for a group; the same name may return (PyTorch counts anew after a destroy), and is told apart."""
+        with self._lock:
+            self._made[name] = self._made.get(name, 0) + 1
+            nth = self._made[name]
+            row = self._free.pop()
+            start = row * _COLUMNS
+            self.rows[start : start + _COLUMNS] = memoryview(bytes(_COLUMNS * 8)).cast("Q")
+            self._header["groups"][str(row)] = [
+                name if nth == 1 else f"{name} (made anew, {nth})",
+                "",
+                ranks,
+                timeout,
+            ]
+            self._write()
+            return start
+
+    def describe_row(self, start: int, dimension: str | None = None, timeout: float | None = None) -> None:
+        with self._lock:
+            group = self._header["groups"][str(start // _COLUMNS)]
+            group[1] = group[1] if dimension is None else dimension
+            group[3] = group[3] if timeout is None else timeout
+            self._write()
+
+    def close_row(self, start: int) -> None:
+        with self._lock:
+            row = start // _COLUMNS
+            del self._header["groups"][str(row)]
+            self._free.append(row)
+            self._write()
+
+    def code(self, operation: str, dtype: object) -> int:
+        """The number that stands for an operation on a dtype; one more while it is under way."""
+        found = self._codes.get((operation, dtype))
+        if found is not None:
+            return found
+        with self._lock:
+            self._header["operations"].append(f"{operation} of {dtype}".replace("torch.", "") if dtype else operation)
+            self._codes[operation, dtype] = code = 2 * (len(self._header["operations"]) - 1)
+            self._write()
+            return code
+
+    def note_messages(self, messages: dict[int, Message]) -> None:
+        """What messages are waited for, by the row of their group."""
+        noted = {str(start // _COLUMNS): list(astuple(message)) for start, message in messages.items()}
+        if noted != self._header["messages"]:
+            with self._lock:
+                self._header["messages"] = noted
+                self._write()
+
+    def end(self, how: str, code: int) -> None:
+        with self._lock:
+            self._header["ending"], self._header["code"] = how, code
+            self._write()
+
+    def snapshot(self) -> dict[str, Any]:
+        return _read(self._memory)
+
+    def _write(self) -> None:
+        text = json.dumps(self._header).encode()
+        if len(text) > _BYTES - _HEADER - 8:
+            raise RuntimeError(f"the logbook cannot hold {len(self._header['groups'])} groups: destroy some")
+        self.rows[_HEADER // 8] = 0  # a reader that comes now waits for the length
+        self._memory[_HEADER + 8 : _HEADER + 8 + len(text)] = text
+        self.rows[_HEADER // 8] = len(text)
+
+
+def read(file: Path) -> dict[str, Any] | None:
+    """A rank's logbook, from its file; None if there is nothing to be read (a rank may die while it writes)."""
+    try:
+        return _read(memoryview(file.read_bytes()))
+    except (OSError, ValueError):
+        return None
+
+
+def _read(memory: memoryview) -> dict[str, Any]:
+    length = int.from_bytes(memory[_HEADER : _HEADER + 8], "little")
+    header = json.loads(bytes(memory[_HEADER + 8 : _HEADER + 8 + length]))
+    used = 1 + max((int(row) for row in header["groups"]), default=-1)
+    words = memory[: used * _COLUMNS * 8].cast("Q").tolist()
+    return {"header": header, "rows": [words[i : i + _COLUMNS] for i in range(0, len(words), _COLUMNS)]}
+
+
+def _open(file: Path | None) -> memoryview:
+    if file is None:
+        return memoryview(mmap.mmap(-1, _BYTES)).cast("Q")
+    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(handle, _BYTES)
+        return memoryview(mmap.mmap(handle, _BYTES)).cast("Q")
+    finally:
+        os.close(handle)
