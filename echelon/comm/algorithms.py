@@ -30,6 +30,7 @@ _COMBINE: dict[str, tuple[Any, Any]] = {
 }
 _ONLY_NUMPY = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch has these dtypes, but hardly any arithmetic for them
 _BLOCK = 2**16  # elements reduced at a time, so that the fp32 sums stay in the cache
+_DEVICE_BLOCK = 2**24  # on a device, where starting a kernel costs more
 _ONE_STEP = 2**16  # bytes up to which two ranks exchange whole tensors
 _COMPUTED_IN_FP32 = (torch.bfloat16, torch.float16)  # by PyTorch's own element-wise operations on the CPU
 
@@ -38,18 +39,23 @@ _COMPUTED_IN_FP32 = (torch.bfloat16, torch.float16)  # by PyTorch's own element-
 def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int = 1) -> None:
     """Reduce `pieces`, one a rank, into `out` (which may be one of them), in fp32 or their own wider dtype."""
     pieces, out = [piece.detach() for piece in pieces], out.detach()
+    if out.dtype in _ONLY_NUMPY and not out.is_cpu:
+        on_host = out.cpu()
+        accumulate([piece.cpu() for piece in pieces], operation, on_host, divisor)
+        out.copy_(on_host)
+        return
     wide = torch.float32 if out.dtype in LOW_PRECISION else out.dtype
     if len(pieces) == 2 and divisor == 1 and (out.dtype == wide or out.dtype in _COMPUTED_IN_FP32):
         _combine(operation, pieces[0], pieces[1], out)
         return
-    count = min(_BLOCK, out.numel())
-    total, widened = (torch.empty(count, dtype=wide) for _ in range(2))
-    for start in range(0, out.numel(), _BLOCK):
-        target = out[start : start + _BLOCK]
+    block = min(_BLOCK if out.is_cpu else _DEVICE_BLOCK, out.numel())
+    total, widened = (torch.empty(block, dtype=wide, device=out.device) for _ in range(2))
+    for start in range(0, out.numel(), max(block, 1)):
+        target = out[start : start + block]
         total, widened = total[: len(target)], widened[: len(target)]
-        total.copy_(pieces[0][start : start + _BLOCK])
+        total.copy_(pieces[0][start : start + block])
         for piece in pieces[1:]:
-            widened.copy_(piece[start : start + _BLOCK])
+            widened.copy_(piece[start : start + block])
             _combine(operation, total, widened, total)
         if divisor != 1:
             total /= divisor

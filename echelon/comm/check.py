@@ -17,15 +17,15 @@ from torch.distributed import DistBackendError
 from echelon.comm import operations
 from echelon.comm.operations import Call
 from echelon.comm.reduction import Reduction
-from echelon.comm.transports import Transport
+from echelon.comm.transports import Transport, show
 from echelon.launch.report import ranks_text
 
 CHECKING = os.environ.get("ECHELON_CHECK", "0") not in ("", "0")
 
 
-def compared(transport: Transport, call: Call, ranks: list[int]) -> None:
-    """Run `call`, if all ranks (whose numbers in the world are `ranks`) are about to do the same."""
-    shown = _show(transport, _words(call))
+def compare(transport: Transport, call: Call, ranks: list[int]) -> None:
+    """Raise an error unless all ranks (whose numbers in the world are `ranks`) are about to do the same."""
+    shown = show(transport, _words(call))
     same = defaultdict(list)
     for rank, words in zip(ranks, shown, strict=True):
         same[words].append(rank)
@@ -36,7 +36,6 @@ def compared(transport: Transport, call: Call, ranks: list[int]) -> None:
         )
     if call.operation in (operations.all_to_all, operations.all_to_all_single):
         _compare_splits(transport, call, ranks)
-    call.operation(transport, *call.arguments)
 
 
 def _words(call: Call) -> str:
@@ -63,17 +62,6 @@ def _word(argument: Any) -> str:
     return f"root {argument}"
 
 
-def _show(transport: Transport, words: str) -> list[str]:
-    """What every rank says. Words are of any length, so lengths go first."""
-    text = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
-    lengths = torch.empty(transport.size, dtype=torch.int64)
-    transport.all_gather(lengths, torch.tensor([text.numel()]))
-    counts = lengths.tolist()
-    everything = torch.empty(sum(counts), dtype=torch.uint8)
-    transport.all_gather_uneven(everything, text, counts)
-    return [bytes(part.tolist()).decode() for part in everything.split(counts)]
-
-
 def _compare_splits(transport: Transport, call: Call, ranks: list[int]) -> None:
     """What a rank sends to another must be what that one expects."""
     expected, sent = (_counts(transport, *pair) for pair in _pairs(call))
@@ -86,7 +74,7 @@ def _compare_splits(transport: Transport, call: Call, ranks: list[int]) -> None:
         for peer, (count, wanted) in enumerate(zip(announced.tolist(), expected, strict=True))
         if count != wanted
     ]
-    verdicts = [verdict for verdict in _show(transport, "; ".join(wrong) or "-") if verdict != "-"]
+    verdicts = [verdict for verdict in show(transport, "; ".join(wrong)) if verdict]
     if verdicts:
         raise DistBackendError(f"the ranks' calls of {call.name} do not match: {'; '.join(verdicts)}")
 

@@ -33,9 +33,11 @@ from torch.distributed.distributed_c10d import (
 )
 
 from echelon.comm import operations
-from echelon.comm.check import CHECKING, compared
+from echelon.comm.check import CHECKING, compare
+from echelon.comm.devices import Devices
 from echelon.comm.lane import Lane
 from echelon.comm.reduction import plain_operations, resolve
+from echelon.comm.streams import Ordering
 from echelon.comm.transports import Transport, copy_memory
 from echelon.comm.watchdog import logbook
 from echelon.comm.work import CollectiveWork, MessageWork, PostOffice
@@ -53,7 +55,7 @@ _abandoned: list[
 
 
 class EchelonGroup(ProcessGroup):
-    """A `torch.distributed.ProcessGroup` over a transport for CPU tensors and, where there is one, another for CUDA."""
+    """A `torch.distributed.ProcessGroup` over a transport for CPU tensors, which carries CUDA tensors too, or NCCL."""
 
     def __init__(
         self,
@@ -62,16 +64,17 @@ class EchelonGroup(ProcessGroup):
         transport: Transport,
         store: Store,
         timeout: timedelta,
-        cuda: Callable[[], Transport] | None = None,
+        nccl: Callable[[], Transport] | None = None,
     ) -> None:
-        """`ranks` are the members' in the world; `cuda` makes the transport for CUDA tensors, when the first comes."""
+        """`ranks` are the members' in the world; `nccl`, where there is one, makes the transport for CUDA tensors."""
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
         self._ranks = ranks
         self._logbook = logbook()
         self._row = self._logbook.open_row(name, ranks, timeout.total_seconds())
         self._transport = transport
-        self._make_cuda_transport = cuda
+        self._make_nccl = nccl
         self._cuda_transport: Transport | None = None
+        self._devices = Devices(transport)
         self._store = store
         self._timeout = timeout
         self._name, self._description = name, ""
@@ -235,9 +238,7 @@ class EchelonGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         [tensor] = _listed(tensors)
-        dense = tensor.detach().contiguous()
-        request = self._open(tensor).send(dense, dst, tag)
-        return self._watched(MessageWork([tensor], (self, _SEND, dst, tag), request, dense))
+        return self._message(tensor, (self, _SEND, dst, tag), "send", tensor.detach().contiguous())
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         return self._receive(tensors, src, tag)
@@ -273,6 +274,7 @@ class EchelonGroup(ProcessGroup):
         if isinstance(self._transport, _Closed):
             return
         self.finish()
+        self._devices.close(together=True)
         self._logbook.close_row(self._row)
         transport = self._transport
         self._close()
@@ -337,57 +339,67 @@ class EchelonGroup(ProcessGroup):
         self._plain = {}
 
     def _submit(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *arguments: Any) -> Work | None:
-        cuda = self._for_cuda(*arguments)
-        if cuda is not None:  # only enqueues, so there is nothing to wait for and no need of the lane
-            operation(cuda, *arguments)
-            return CollectiveWork.done(outputs) if opts.asyncOp else None
         call = operations.Call(operation, arguments)
+        device = next((tensor.device for tensor in call.tensors if not tensor.is_cpu), None)
+        if device is not None and self._make_nccl is not None:
+            operation(self._nccl(device), *arguments)  # only enqueues: nothing to wait for, and no need of the lane
+            return CollectiveWork.done(outputs) if opts.asyncOp else None
         note = self._logbook.code(call.name, call.dtype), call.elements
-        if CHECKING:
-            operation, arguments = compared, (call, self._ranks)
+        ordering = None if device is None else self._devices.ordering(device)
         if opts.asyncOp:
-            return self._lane.post(outputs, note, operation, self._transport, *arguments)
-        self._lane.call(note, operation, self._transport, *arguments)
+            work = self._lane.post(outputs, note, self._carry_out, call, ordering)
+            work.ordering = ordering
+            return work
+        self._lane.call(note, self._carry_out, call, ordering)
+        if ordering is not None:
+            ordering.join()
         return None
+
+    def _carry_out(self, call: operations.Call, ordering: Ordering | None) -> None:
+        """What the lane runs."""
+        if CHECKING:
+            compare(self._transport, call, self._ranks)
+        if ordering is None:
+            call.operation(self._transport, *call.arguments)
+        else:
+            transport = self._devices.for_collectives(ordering.device)
+            ordering.run(call.tensors, call.operation, transport, *call.arguments)
 
     def _each(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *lists: list[Any]) -> Work | None:
         return self._submit(opts, outputs, operations.one_after_another, operation, *lists)
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
         [tensor] = _listed(tensors)
-        transport, label = self._open(tensor), (self, _RECEIVE, src, tag)
         if tensor.is_contiguous():
-            return self._watched(MessageWork([tensor], label, transport.receive(tensor, src, tag), tensor))
+            return self._message(tensor, (self, _RECEIVE, src, tag), "receive", tensor)
         dense = tensor.detach().contiguous()
-        give_back = partial(copy_memory, tensor, dense)
-        return self._watched(MessageWork([tensor], label, transport.receive(dense, src, tag), dense, give_back))
+        return self._message(tensor, (self, _RECEIVE, src, tag), "receive", dense, partial(copy_memory, tensor, dense))
 
-    def _open(self, tensor: Tensor) -> Transport:
-        """The transport for messages that hold `tensor`."""
+    def _message(
+        self, tensor: Tensor, label: Any, method: str, memory: Tensor, arrived: Callable[[], object] | None = None
+    ) -> Work:
+        """Start a message from or into `memory`, which holds what `tensor` does or will."""
         self._lane.check_open()
-        return self._for_cuda(tensor) or self._transport
-
-    def _for_cuda(self, *arguments: Any) -> Transport | None:
-        """The transport for CUDA tensors if any of the arguments (tensors or lists of them) is one, else None."""
-        for argument in arguments:
-            for tensor in argument if type(argument) is list else (argument,):
-                if isinstance(tensor, Tensor) and not tensor.is_cpu:
-                    return self._open_cuda(tensor)
-        return None
-
-    def _open_cuda(self, tensor: Tensor) -> Transport:
-        if self._make_cuda_transport is None or not tensor.is_cuda:
-            raise ValueError(
-                f"this group moves CPU tensors over {self._transport.name}, and this tensor is on {tensor.device}: "
-                "move it to the CPU first"
-            )
-        if self._cuda_transport is None:
-            self._cuda_transport = self._make_cuda_transport()
-        return self._cuda_transport
-
-    def _watched(self, work: MessageWork) -> MessageWork:
+        _group, _words, peer, tag = label
+        ordering = None
+        if tensor.is_cpu or self._make_nccl is not None:
+            transport = self._transport if tensor.is_cpu else self._nccl(tensor.device)
+            request = getattr(transport, method)(memory, peer, tag)
+        else:
+            ordering = self._devices.ordering(tensor.device)
+            start = getattr(self._devices.for_messages(tensor.device), method)
+            request = ordering.run([memory], start, memory, peer, tag)
+        work = MessageWork([tensor], label, request, memory, arrived, ordering)
         _post_office.watch(work)
         return work
+
+    def _nccl(self, device: torch.device) -> Transport:
+        if device.type != "cuda":
+            raise ValueError(f"this group moves CPU and CUDA tensors, and this tensor is on {device}")
+        if self._cuda_transport is None:
+            assert self._make_nccl is not None
+            self._cuda_transport = self._make_nccl()
+        return self._cuda_transport
 
     def _collect(self, place: str, timeout: timedelta, wait_all_ranks: bool) -> str:
         """Rank 0's part of a monitored barrier: who did not come, in words, or nothing."""
@@ -484,6 +496,7 @@ def finish_groups() -> None:
     """Finish what is under way in every group, and stop looking after messages: MPI is about to end."""
     for group in list(_groups):
         group.finish()
+        group._devices.close(together=False)
     _post_office.close()
 
 

@@ -9,7 +9,7 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,12 +26,22 @@ _LIBRARY_REDUCE = 2**23  # the same for reduce
 _FLAT_GATHER = 2**16  # up to here lists are gathered as one tensor and copied, then straight into the list's tensors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """An operation and what it is done to: for the lane to run, and for those who ask what that was."""
 
     operation: Callable[..., None]
     arguments: tuple[Any, ...]
+    tensors: list[Tensor] = field(init=False)  # all there are among the arguments and in their lists
+
+    def __post_init__(self) -> None:
+        self.tensors = []
+        for argument in self.arguments:
+            if isinstance(argument, Tensor):
+                self.tensors.append(argument)
+            elif type(argument) is list:
+                for inner in argument:
+                    self.tensors += inner if type(inner) is list else [inner] if isinstance(inner, Tensor) else []
 
     @property
     def name(self) -> str:
@@ -40,20 +50,12 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return None if self._tensor is None else self._tensor.dtype
+        return self.tensors[0].dtype if self.tensors else None
 
     @property
     def elements(self) -> int:
-        return 0 if self._tensor is None else self._tensor.numel()
-
-    @property
-    def _tensor(self) -> Tensor | None:
-        """The first tensor: others differ in size, if at all, not in kind."""
-        for argument in self.arguments:
-            first = argument[0] if type(argument) is list and argument else argument
-            if isinstance(first, Tensor):
-                return first
-        return None
+        """Of the first tensor: others differ in size, if at all, not in kind."""
+        return self.tensors[0].numel() if self.tensors else 0
 
 
 def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> None:

@@ -101,7 +101,7 @@ def _native_group(options: Any, ranks: list[int]) -> EchelonGroup:
     _close_in_time()
     arguments = (options.store, options.group_rank, options.group_size, options.timeout)
     return EchelonGroup(
-        options.group_id, ranks, gloo(*arguments), options.store, options.timeout, cuda=partial(nccl, *arguments)
+        options.group_id, ranks, gloo(*arguments), options.store, options.timeout, nccl=partial(nccl, *arguments)
     )
 
 

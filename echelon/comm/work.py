@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
+from echelon.comm.streams import Ordering
 from echelon.comm.transports import Request
 
 Note = tuple[int, int]  # for the logbook: the code of an operation, and the elements it is done to
@@ -32,7 +33,7 @@ _futures = allocate_lock()  # guards the moment in which a future and a result m
 class _EchelonWork(Work):
     """What both kinds share: a result, an error, and a future for those who want one."""
 
-    __slots__ = ("_error", "_finished", "_future", "_outputs")
+    __slots__ = ("_error", "_finished", "_future", "_outputs", "ordering")
 
     def __init__(self, outputs: list[Tensor]) -> None:
         super().__init__()
@@ -40,9 +41,10 @@ class _EchelonWork(Work):
         self._error: BaseException | None = None
         self._finished = False
         self._future: Future[Any] | None = None
+        self.ordering: Ordering | None = None  # with the caller's CUDA stream
 
     def is_completed(self) -> bool:
-        return self._finished
+        return self._finished and (self.ordering is None or self.ordering.is_over())
 
     def is_success(self) -> bool:
         return self._finished and self._error is None
@@ -64,7 +66,7 @@ class _EchelonWork(Work):
     def get_future(self) -> Future[Any]:
         with _futures:
             if self._future is None:
-                self._future = Future()
+                self._future = Future() if self.ordering is None else Future(devices=[self.ordering.device])
                 if self._finished:
                     self._complete(self._future)
             return self._future
@@ -83,8 +85,19 @@ class _EchelonWork(Work):
     def _complete(self, future: Future[Any]) -> None:
         if self._error is not None:
             future.set_exception(self._error)
-        else:
+        elif self.ordering is None:
             future.set_result(self._outputs)
+        else:
+            with self.ordering.there():  # whoever waits for the future waits for this stream
+                future.set_result(self._outputs)
+
+    def _close_wait(self) -> bool:
+        """The end of every `wait`: the error is raised, or what follows is put behind the result."""
+        if self._error is not None:
+            raise self._error
+        if self.ordering is not None:
+            self.ordering.join()
+        return True
 
     def _timed_out(self, timeout: timedelta) -> DistBackendError:
         return DistBackendError(
@@ -135,9 +148,7 @@ class CollectiveWork(_EchelonWork):
             if not self._done.acquire(timeout=seconds):
                 raise self._timed_out(timeout)
             self._done.release()
-        if self._error is not None:
-            raise self._error
-        return True
+        return self._close_wait()
 
 
 class MessageWork(_EchelonWork):
@@ -152,10 +163,12 @@ class MessageWork(_EchelonWork):
         request: Request,
         held: Any,
         arrived: Callable[[], object] | None = None,
+        ordering: Ordering | None = None,
     ) -> None:
         """`label` is the sender's own; `held` is memory in use until the end; `arrived` runs once then."""
         super().__init__(outputs)
         self.label = label
+        self.ordering = ordering
         self.waited_for = 0  # a number of its own, once somebody waits
         self._request = request
         self._held = held
@@ -171,9 +184,7 @@ class MessageWork(_EchelonWork):
                 with self._guard:
                     if not self._finished:
                         self._settle(self._request.wait)
-        if self._error is not None:
-            raise self._error
-        return True
+        return self._close_wait()
 
     def poll(self) -> bool:
         """Complete the message if it can be, without waiting; True once it is."""
@@ -186,7 +197,7 @@ class MessageWork(_EchelonWork):
         return self._finished
 
     def is_completed(self) -> bool:
-        return self.poll()
+        return self.poll() and super().is_completed()
 
     def _source_rank(self) -> int:
         return self._request.source()
@@ -195,14 +206,23 @@ class MessageWork(_EchelonWork):
 
     def _settle(self, step: Callable[[], bool | None]) -> None:
         try:
-            if step() is False:
+            if self.ordering is None:
+                over = self._advance(step)
+            else:
+                over = self.ordering.run(self._outputs, self._advance, step)
+            if not over:
                 return
-            if self._arrived is not None:
-                self._arrived()
         except Exception as error:
             self._error = error
         self._held = self._arrived = None
         self.finish()
+
+    def _advance(self, step: Callable[[], bool | None]) -> bool:
+        if step() is False:
+            return False
+        if self._arrived is not None:
+            self._arrived()
+        return True
 
     def _wait_until(self, deadline: float, timeout: timedelta) -> None:
         pause = 1e-5

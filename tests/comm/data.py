@@ -89,5 +89,6 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     """Equal to the last bit, in shape and dtype too; zeros of either sign are one."""
     assert actual.dtype == expected.dtype, f"{actual.dtype} is not {expected.dtype}"
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} is not {tuple(expected.shape)}"
+    actual, expected = actual.cpu(), expected.cpu()
     if not torch.equal(_wide(actual), _wide(expected)):
         raise AssertionError(f"got {_wide(actual).flatten()[:16]}, expected {_wide(expected).flatten()[:16]}")

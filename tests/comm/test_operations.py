@@ -27,6 +27,7 @@ class Case:
     members: list[int]
     group: Any
     op: str = "SUM"
+    device: str = "cpu"
 
     @property
     def size(self) -> int:
@@ -37,7 +38,7 @@ class Case:
         return self.members.index(dist.get_rank())
 
     def mine(self, count: int = COUNT, seed: int = 0) -> Tensor:
-        return self.of(self.me, count, seed)
+        return self.of(self.me, count, seed).to(self.device)
 
     def of(self, member: int, count: int = COUNT, seed: int = 0) -> Tensor:
         return values(self.members[member], count, self.dtype, seed)
@@ -46,12 +47,14 @@ class Case:
         return [self.of(member, count, seed) for member in range(self.size)]
 
     def empty(self, count: int = COUNT) -> Tensor:
-        return torch.zeros(count, dtype=self.dtype)
+        return torch.zeros(count, dtype=self.dtype, device=self.device)
 
     def do(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         work = function(*arguments, **keywords, group=self.group, async_op=self.asynchronous)
         if self.asynchronous:
             assert work.wait()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
             assert work.is_completed()
         else:
             assert work is None
@@ -177,11 +180,11 @@ MOVING = (
 )
 
 
-def check(name: str, dtype: str, asynchronous: bool, subgroup: bool, op: str = "SUM") -> None:
+def check(name: str, dtype: str, asynchronous: bool, subgroup: bool, op: str = "SUM", device: str = "cpu") -> None:
     members = SUBGROUP if subgroup else list(range(RANKS))
     group = dist.new_group(members) if subgroup else None
     if dist.get_rank() in members:
-        globals()[name](Case(dtype_of(dtype), asynchronous, members, group, op))
+        globals()[name](Case(dtype_of(dtype), asynchronous, members, group, op, device))
 
 
 modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

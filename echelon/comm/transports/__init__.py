@@ -86,3 +86,14 @@ def copy_to_self(rank: int, sends: Sequence[Parcel], receives: Sequence[Parcel])
         strict=True,
     ):
         copy_memory(target, source.view_as(target))
+
+
+def show(transport: Transport, words: str) -> list[str]:
+    """What every rank says, over a transport for host memory. Words are of any length, so lengths go first."""
+    text = torch.frombuffer(bytearray(words.encode() or b" "), dtype=torch.uint8)
+    lengths = torch.empty(transport.size, dtype=torch.int64)
+    transport.all_gather(lengths, torch.tensor([text.numel()]))
+    counts = lengths.tolist()
+    everything = torch.empty(sum(counts), dtype=torch.uint8)
+    transport.all_gather_uneven(everything, text, counts)
+    return [bytes(part.tolist()).decode().strip() for part in everything.split(counts)]

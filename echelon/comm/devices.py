@@ -1,0 +1,60 @@
+"""How a group carries device tensors over a transport for host memory, one way for each device.
+
+Collectives go through the GPU's own memory where all ranks share one GPU, else straight to MPI where it is CUDA-aware,
+else through pinned memory. The ranks choose together, in the first collective on the device; messages, at whose start
+only two ranks meet, need no agreement.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from echelon.comm.streams import Ordering
+from echelon.comm.transports import Transport
+from echelon.comm.transports.direct import DirectTransport, cuda_aware
+from echelon.comm.transports.shared import share_gpu
+from echelon.comm.transports.staged import StagedTransport
+
+
+class Devices:
+    """The devices of one group."""
+
+    def __init__(self, host: Transport) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._messages: dict[torch.device, Transport] = {}
+        self._collectives: dict[torch.device, Transport] = {}
+
+    def ordering(self, device: torch.device) -> Ordering:
+        """For an operation that is called now."""
+        if device.type != "cuda":
+            raise ValueError(f"this group moves CPU and CUDA tensors, and this tensor is on {device}")
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+        return Ordering(device, self._streams[device])
+
+    def for_messages(self, device: torch.device) -> Transport:
+        with self._lock:
+            if device not in self._messages:
+                kind = DirectTransport if cuda_aware() else StagedTransport
+                self._messages[device] = kind(self._host, device)
+            return self._messages[device]
+
+    def for_collectives(self, device: torch.device) -> Transport:
+        """Called by all ranks of the group, each for its own device."""
+        if device not in self._collectives:
+            messages = self.for_messages(device)
+            self._collectives[device] = share_gpu(self._host, messages, device) or messages
+        return self._collectives[device]
+
+    def close(self, *, together: bool) -> None:
+        """Let go of the others' memory; `together` with them, so that none has ended when another lets go of its own."""
+        for transport in self._collectives.values():
+            transport.close()
+            if together:
+                self._host.barrier()
+        self._collectives.clear()
