@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 OPENMPI_READY := $(OPENMPI)/.ready
 PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help setup train test test-all lint bench package clean
+.PHONY: help setup train test test-all conformance lint bench clean
 
 help:  ## show the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ test: $(READY) $(OPENMPI_READY)  ## the tests, over MPICH and (the process group
 test-all: $(READY) $(OPENMPI_READY)  ## all tests, the slow ones too
 	$(BIN)/python -m pytest
 	$(OPENMPI)/bin/python -m pytest tests/comm tests/launch
+
+conformance: $(READY)  ## PyTorch's own tests for backends, over Gloo and over Echelon, side by side
+	$(BIN)/python -m tests.conformance
 
 lint: $(READY)  ## ruff, mypy and the floors of the design
 	$(BIN)/ruff check .

@@ -43,6 +43,8 @@ def _words(call: Call) -> str:
     arguments: Any = call.arguments
     if call.operation is operations.one_after_another:
         arguments = arguments[1:]
+    elif call.operation is operations.barrier:  # each rank may be as patient as it likes
+        arguments = []
     elif call.operation in (operations.gather, operations.scatter):  # the list is the root's alone
         arguments = [argument for argument in arguments if type(argument) is not list and argument is not None]
     elif call.operation in (operations.all_to_all, operations.all_to_all_single):

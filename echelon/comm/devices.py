@@ -52,7 +52,7 @@ class Devices:
         return self._collectives[device]
 
     def close(self, *, together: bool) -> None:
-        """Let go of the others' memory; `together` with them, so that none has ended when another lets go of its own."""
+        """Let go of the others' memory; `together`: not before all have done so does anybody go on."""
         for transport in self._collectives.values():
             transport.close()
             if together:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import DistBackendError, DistStoreError, ProcessGroup, ReduceOp, Store, Work
+from torch.distributed import DistBackendError, DistNetworkError, ProcessGroup, ReduceOp, Store, Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -36,6 +36,7 @@ from echelon.comm import operations
 from echelon.comm.check import CHECKING, compare
 from echelon.comm.devices import Devices
 from echelon.comm.lane import Lane
+from echelon.comm.profile import begin, profiling
 from echelon.comm.reduction import plain_operations, resolve
 from echelon.comm.streams import Ordering
 from echelon.comm.transports import Transport, copy_memory
@@ -64,14 +65,18 @@ class EchelonGroup(ProcessGroup):
         transport: Transport,
         store: Store,
         timeout: timedelta,
+        explain_timeout: Callable[[int], str] = lambda _row: "a rank has not come to the barrier in time",
         nccl: Callable[[], Transport] | None = None,
     ) -> None:
-        """`ranks` are the members' in the world; `nccl`, where there is one, makes the transport for CUDA tensors."""
+        """`ranks` are the members' in the world; `explain_timeout` tells more, by the group's row in the logbook;
+        `nccl`, where there is one, makes the transport for CUDA tensors.
+        """
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
         self._ranks = ranks
         self._logbook = logbook()
         self._row = self._logbook.open_row(name, ranks, timeout.total_seconds())
         self._transport = transport
+        self._explain_timeout = explain_timeout
         self._make_nccl = nccl
         self._cuda_transport: Transport | None = None
         self._devices = Devices(transport)
@@ -94,7 +99,9 @@ class EchelonGroup(ProcessGroup):
         return (
             operation is not None
             and tensor.is_cpu
+            and not tensor.is_sparse
             and tensor.is_contiguous()
+            and not profiling()
             and self._lane.try_call(
                 (self._logbook.code("all_reduce", tensor.dtype), tensor.numel()),
                 self._transport.all_reduce,
@@ -234,7 +241,9 @@ class EchelonGroup(ProcessGroup):
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        return self._submit(_options(BarrierOptions, opts), [], operations.barrier)
+        opts = _options(BarrierOptions, opts, timeout=timeout)
+        timeout = opts.timeout if opts.timeout > timedelta(0) else self._timeout
+        return self._submit(opts, [], operations.barrier, timeout)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         [tensor] = _listed(tensors)
@@ -255,13 +264,16 @@ class EchelonGroup(ProcessGroup):
             verdict = self._collect(place, timeout, wait_all_ranks)
             self._store.set(f"{place}verdict", verdict)
         else:
-            try:
-                self._store.wait([f"{place}0"], timeout)
-                self._store.wait([f"{place}verdict"], timeout + _VERDICT_GRACE)
-            except DistStoreError:
-                verdict = f"[Rank {self.rank()}]: Rank 0 failed to pass monitoredBarrier in {_milliseconds(timeout)} ms"
-            else:
+            here = f"[Rank {self.rank()}]: Rank"
+            if self._appears(f"{place}0", timeout) and self._appears(f"{place}verdict", timeout + _VERDICT_GRACE):
                 verdict = self._store.get(f"{place}verdict").decode()
+                if verdict:
+                    verdict = (
+                        f"{here} {self.rank()} successfully reached monitoredBarrier, but received errors while "
+                        f"waiting for send/recv from rank 0: {verdict}"
+                    )
+            else:
+                verdict = f"{here} 0 failed to pass monitoredBarrier in {_milliseconds(timeout)} ms"
         if verdict:
             raise DistBackendError(verdict)
 
@@ -346,24 +358,33 @@ class EchelonGroup(ProcessGroup):
             return CollectiveWork.done(outputs) if opts.asyncOp else None
         note = self._logbook.code(call.name, call.dtype), call.elements
         ordering = None if device is None else self._devices.ordering(device)
+        end = begin(call.name, call.inputs) if profiling() else None
         if opts.asyncOp:
-            work = self._lane.post(outputs, note, self._carry_out, call, ordering)
+            work = self._lane.post(outputs, note, self._carry_out, call, ordering, end)
             work.ordering = ordering
             return work
-        self._lane.call(note, self._carry_out, call, ordering)
+        self._lane.call(note, self._carry_out, call, ordering, end)
         if ordering is not None:
             ordering.join()
         return None
 
-    def _carry_out(self, call: operations.Call, ordering: Ordering | None) -> None:
-        """What the lane runs."""
-        if CHECKING:
-            compare(self._transport, call, self._ranks)
-        if ordering is None:
-            call.operation(self._transport, *call.arguments)
-        else:
-            transport = self._devices.for_collectives(ordering.device)
-            ordering.run(call.tensors, call.operation, transport, *call.arguments)
+    def _carry_out(
+        self, call: operations.Call, ordering: Ordering | None, end: Callable[[], object] | None = None
+    ) -> None:
+        """What the lane runs; `end` is called in any case."""
+        try:
+            if CHECKING:
+                compare(self._transport, call, self._ranks)
+            if ordering is None:
+                call.operation(self._transport, *call.arguments)
+            else:
+                transport = self._devices.for_collectives(ordering.device)
+                ordering.run(call.tensors, call.operation, transport, *call.arguments)
+        except TimeoutError:
+            raise DistBackendError(self._explain_timeout(self._row)) from None
+        finally:
+            if end is not None:
+                end()
 
     def _each(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *lists: list[Any]) -> Work | None:
         return self._submit(opts, outputs, operations.one_after_another, operation, *lists)
@@ -380,7 +401,10 @@ class EchelonGroup(ProcessGroup):
     ) -> Work:
         """Start a message from or into `memory`, which holds what `tensor` does or will."""
         self._lane.check_open()
-        _group, _words, peer, tag = label
+        _group, words, peer, tag = label
+        if profiling():
+            name = "send" if words is _SEND else "recvAnySource" if peer is None else "recv"
+            arrived = partial(_in_turn, arrived, begin(name, [tensor]))
         ordering = None
         if tensor.is_cpu or self._make_nccl is not None:
             transport = self._transport if tensor.is_cpu else self._nccl(tensor.device)
@@ -406,10 +430,10 @@ class EchelonGroup(ProcessGroup):
         deadline = time.monotonic() + timeout.total_seconds()
         missing = []
         for rank in range(1, self.size()):
-            remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-            try:
-                self._store.wait([f"{place}{rank}"], remaining)
-            except DistStoreError:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 and not wait_all_ranks:
+                return f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {_milliseconds(timeout)} ms"
+            if not self._appears(f"{place}{rank}", timedelta(seconds=max(remaining, 0.001))):
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
@@ -417,6 +441,16 @@ class EchelonGroup(ProcessGroup):
             return ""
         who = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return f"[Rank 0]: {who} failed to pass monitoredBarrier in {_milliseconds(timeout)} ms"
+
+    def _appears(self, key: str, timeout: timedelta) -> bool:
+        """Whether somebody writes `key` to the store in time."""
+        try:
+            self._store.wait([key], timeout)
+        except DistNetworkError:
+            raise
+        except RuntimeError:  # DistStoreError, if it is not a FileStore
+            return False
+        return True
 
     def _check_list(self, name: str, tensors: list[Tensor]) -> None:
         if len(tensors) != self.size():
@@ -454,6 +488,12 @@ class _Closed:
 
     def close(self) -> None:
         """Nothing is left to free."""
+
+
+def _in_turn(*functions: Callable[[], object] | None) -> None:
+    for function in functions:
+        if function is not None:
+            function()
 
 
 def _options(kind: type, given: Any, **fields: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ class Call:
         return str(inner.__name__)
 
     @property
+    def inputs(self) -> list[Tensor]:
+        """What goes in: the last of the arguments that is a tensor or a list of them."""
+        lists = [argument if type(argument) is list else [argument] for argument in self.arguments]
+        return next((items for items in reversed(lists) if items and isinstance(items[0], Tensor)), [])
+
+    @property
     def dtype(self) -> torch.dtype | None:
         return self.tensors[0].dtype if self.tensors else None
 
@@ -59,6 +66,9 @@ class Call:
 
 
 def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> None:
+    if tensor.is_sparse:
+        all_reduce_sparse(transport, tensor, reduction)
+        return
     if not tensor.is_contiguous():
         copy = tensor.detach().contiguous()
         all_reduce(transport, copy, reduction)
@@ -71,6 +81,32 @@ def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> No
             _divide(flat, transport.size)
     else:
         algorithms.all_reduce(transport, flat.view(-1), reduction.operation, _divisor(transport, reduction))
+
+
+def all_reduce_sparse(transport: Transport, tensor: Tensor, reduction: Reduction) -> None:
+    """The ranks' indices and values, as many as each has, are gathered, and added where they meet."""
+    if reduction.operation != "sum" or reduction.factor is not None:
+        raise TypeError("sparse tensors have only SUM and AVG: use `to_dense` for other reductions")
+    # The result becomes a part of the caller's tensor: it must not be an inference tensor where that is none.
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        mine = tensor.coalesce()
+        counts = torch.empty(transport.size, dtype=torch.int64)
+        transport.all_gather(counts, torch.tensor([mine._nnz()]))
+        indices = _gather_rows(transport, mine.indices().t().contiguous(), counts.tolist())
+        values = _gather_rows(transport, mine.values(), counts.tolist())
+        wide = values.float() if values.dtype in LOW_PRECISION else values
+        total = torch.sparse_coo_tensor(indices.t(), wide, tensor.shape).coalesce()
+        if reduction.average:
+            total /= transport.size
+        tensor.copy_(total.to(tensor.dtype))
+
+
+def _gather_rows(transport: Transport, rows: Tensor, counts: list[int]) -> Tensor:
+    """All ranks' rows, of which rank `r` has `counts[r]`."""
+    gathered = rows.new_empty((sum(counts), *rows.shape[1:]))
+    width = rows.shape[1:].numel()
+    transport.all_gather_uneven(gathered, rows.contiguous(), [count * width for count in counts])
+    return gathered
 
 
 def all_reduce_coalesced(transport: Transport, tensors: list[Tensor], reduction: Reduction) -> None:
@@ -193,8 +229,8 @@ def all_to_all(transport: Transport, outputs: list[Tensor], inputs: list[Tensor]
     _give_all_back(outputs, dense)
 
 
-def barrier(transport: Transport) -> None:
-    transport.barrier()
+def barrier(transport: Transport, timeout: timedelta) -> None:
+    transport.barrier(timeout)
 
 
 def one_after_another(transport: Transport, operation, *lists) -> None:  # type: ignore[no-untyped-def]

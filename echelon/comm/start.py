@@ -30,7 +30,9 @@ def create_group(options: Any) -> EchelonGroup:
     """Make the group that `options` (PyTorch's `_DistributedBackendOptions`) describe; called by its members alone."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if identity().in_mpi_world:
-        return EchelonGroup(options.group_id, ranks, _mpi(options, ranks), options.store, options.timeout)
+        transport = _mpi(options, ranks)
+        explain = _watchdogs[0].explain_timeout
+        return EchelonGroup(options.group_id, ranks, transport, options.store, options.timeout, explain)
     return _native_group(options, ranks)
 
 

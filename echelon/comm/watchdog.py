@@ -27,6 +27,7 @@ from echelon.launch.watch import VARIABLE, Line, Sight, Watch
 _INTERVAL = 0.2
 _RANKS_AT_THAT_INTERVAL = 64  # with more, each tells less often, so that the watch need not hear more in all
 _SUSPICION_SECONDS = 1.0
+_PATIENCE_SECONDS = 2.0  # with what can give up by itself (barriers, messages that are waited for with a timeout)
 _QUIET_SECONDS = 3.0  # for the first rank that gives up to have its say before the others leave
 
 
@@ -64,6 +65,14 @@ class Watchdog:
         self._logbook.end(how, code)
         self._line.leave(self._logbook.snapshot())
         self._ending = True
+
+    def explain_timeout(self, row: int) -> str:
+        """Who had not arrived at the operation that is under way in a group, given by its row in the logbook."""
+        snapshot = self._logbook.snapshot()
+        self._line.tell(snapshot)
+        sight = self._line.ask()
+        group = next(group for group in RankState.of(snapshot).groups if group.row == row)
+        return f"{report.timed_out(group, sight)}\n{report.account(sight)}"
 
     def _look_on(self) -> None:
         asked = time.monotonic()
@@ -108,7 +117,7 @@ class Watchdog:
             hopeless = hopeless or (
                 report.never_comes(group, me, sight) if message else report.never_completes(group, sight)
             )
-            if now - self._since[key] > group.timeout:
+            if now - self._since[key] > group.timeout + _PATIENCE_SECONDS:
                 self._give_up(report.message_timed_out(group) if message else report.timed_out(group, sight), sight)
         if self._ending and sight.fallen:
             hopeless = f"{report.ranks_text(sight.fallen)} died while others were at their end"

@@ -22,7 +22,7 @@ from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
 from echelon.comm.streams import Ordering
-from echelon.comm.transports import Request
+from echelon.comm.transports import Request, completes
 
 Note = tuple[int, int]  # for the logbook: the code of an operation, and the elements it is done to
 _NO_TIMEOUT = timedelta(0)
@@ -179,7 +179,8 @@ class MessageWork(_EchelonWork):
         if not self._finished:
             self.waited_for = next(_numbers)
             if timeout > _NO_TIMEOUT:
-                self._wait_until(time.monotonic() + timeout.total_seconds(), timeout)
+                if not completes(self.poll, timeout):
+                    raise self._timed_out(timeout)
             else:
                 with self._guard:
                     if not self._finished:
@@ -223,14 +224,6 @@ class MessageWork(_EchelonWork):
         if self._arrived is not None:
             self._arrived()
         return True
-
-    def _wait_until(self, deadline: float, timeout: timedelta) -> None:
-        pause = 1e-5
-        while not self.poll():
-            if time.monotonic() > deadline:
-                raise self._timed_out(timeout)
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
 
 
 class PostOffice:

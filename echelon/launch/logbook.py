@@ -31,6 +31,7 @@ _UNDER_WAY = 1
 class GroupState:
     """What a rank had done in one group: `operation`, number `sequence`, was the last it began."""
 
+    row: int
     name: str
     dimension: str
     ranks: list[int]
@@ -68,15 +69,13 @@ class RankState:
         header = snapshot["header"]
         names = header["operations"]
         groups = []
-        for row, group in header["groups"].items():
+        for row, (name, dimension, ranks, timeout) in header["groups"].items():
             sequence, operation, elements, count = snapshot["rows"][int(row)]
             code, under_way = divmod(operation, 2)
             text = names[code] if sequence and code < len(names) else ""
             message = Message(*header["messages"][row]) if row in header["messages"] else None
-            name, dimension, ranks, timeout = group
-            groups.append(
-                GroupState(name, dimension, ranks, timeout, sequence, bool(under_way), text, elements, count, message)
-            )
+            begun = sequence, bool(under_way), text, elements, count, message
+            groups.append(GroupState(int(row) * _COLUMNS, name, dimension, ranks, timeout, *begun))
         return cls(header["rank"], header["host"], header["process"], header["ending"], header["code"], groups)
 
 

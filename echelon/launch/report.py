@@ -73,12 +73,12 @@ def never_comes(group: GroupState, me: int, sight: Sight) -> str:
 def timed_out(group: GroupState, sight: Sight) -> str:
     late = missing(group, sight.states)
     reason = f"{ranks_text(late)} had not arrived" if late else "all ranks had arrived"
-    return f"{operation_text(group)} was not complete after {group.timeout:g} s: {reason}"
+    return f"{operation_text(group)} was not complete after the timeout of {group.timeout:g} s: {reason}"
 
 
 def message_timed_out(group: GroupState) -> str:
     assert group.message is not None
-    return f"{group.message.text} in {group_text(group)} was not complete after {group.timeout:g} s"
+    return f"{group.message.text} in {group_text(group)} was not complete after the timeout of {group.timeout:g} s"
 
 
 def account(sight: Sight) -> str:

@@ -26,8 +26,8 @@ SAYS = {
     "exits": r"rank {victim} exited with code 7",
     "leaves": r"{operation}.* \(number {number}\) in the world can never complete: rank {victim} ended",
     "vanishes": r"(rank {victim} died without a word|can never complete: rank {victim} died)",
-    "late": r"{operation}.* \(number {number}\) in the world was not complete after 3 s: rank {victim} had not arrived",
-    "silent": r"was not complete after 3 s(?s:.*)rank {victim}: waiting for a message from rank {next}",
+    "late": r"{operation}.* \(number {number}\) in the world was not complete after the timeout of 3 s: rank {victim} had not arrived",
+    "silent": r"was not complete after the timeout of 3 s(?s:.*)rank {victim}: waiting for a message from rank {next}",
     "another": r"the ranks' calls do not match(?s:.*)rank {victim}: waiting in {another}",
     "another-checked": r"the ranks' calls do not match: .*rank {victim}: {another}",
     "shape-checked": r"the ranks' calls do not match: .*rank {victim}: all_reduce\(float32\[7\], sum\)",
@@ -56,7 +56,7 @@ def suffer(fault: Fault, size: int) -> None:
     context = f"{fault} on {size} ranks, code {job.returncode}, {took:.1f} s\n{job.stdout}\n{job.stderr}"
     assert re.search(says, text), context
     assert job.returncode in CODES.get(fault.kind, (1,)), context
-    if fault.kind not in CHECKED:
+    if fault.kind not in CHECKED and (fault.kind, operation) != ("late", "barrier"):  # which gives up by itself
         assert re.search(rf"waiting in {operation}.* \(number {fault.moment + 1}\) in the world", text), context
     processes = [int(line.split()[1]) for line in job.stdout.splitlines() if line.startswith("PROCESS")]
     assert len(processes) == size, context

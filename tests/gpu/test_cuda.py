@@ -166,7 +166,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, rank: int, size: int) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # TP mixes DTensors and tensors
     for step in range(STEPS):
         x, y = (part.chunk(size)[rank] for part in batch(step))
         nn.functional.mse_loss(model(x), y).backward()

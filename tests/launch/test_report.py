@@ -80,7 +80,7 @@ def test_waiting_for_the_dead_and_the_ended():
     assert never_completes(group, sight(waiting, behind, arrived)) == ""
     assert (
         timed_out(group, sight(waiting, behind, arrived))
-        == f"{words} was not complete after 60 s: rank 1 had not arrived"
+        == f"{words} was not complete after the timeout of 60 s: rank 1 had not arrived"
     )
     assert never_completes(group, sight(waiting, behind, arrived, fallen=(1,))) == (
         f"{words} can never complete: rank 1 died without a word (killed, or crashed)"

@@ -7,12 +7,16 @@ group in one order; who calls it, in which thread and when, is the group's busin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+_SPIN_SECONDS = 1e-3  # then pauses, which let others compute but come back late
 Parcel = tuple[int, Tensor]  # a peer's rank in the group, and what goes to it or comes from it
 
 
@@ -58,7 +62,9 @@ class Transport(Protocol):
         """Send and receive parcels of any sizes, all at once; a parcel to oneself is copied."""
         ...
 
-    def barrier(self) -> None: ...
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        """Raise a TimeoutError if not all ranks have come by then. All ranks give a timeout, or none does."""
+        ...
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Request: ...
 
@@ -67,6 +73,22 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def completes(test: Callable[[], bool], timeout: timedelta) -> bool:
+    """Ask `test` until it says yes; False if it has not by the end of `timeout`."""
+    begin = time.monotonic()
+    pause = 1e-5
+    while not test():
+        waited = time.monotonic() - begin
+        if waited > timeout.total_seconds():
+            return False
+        if waited < _SPIN_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+    return True
 
 
 def copy_memory(target: Tensor, source: Tensor) -> None:

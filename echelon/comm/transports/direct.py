@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ class DirectTransport:
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         self._when_ready().exchange(sends, receives)
 
-    def barrier(self) -> None:
-        self._host.barrier()
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        self._host.barrier(timeout)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Request:
         return self._when_ready().send(tensor, rank, tag)

@@ -9,6 +9,7 @@ of a derived datatype, longer reductions in pieces.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from echelon.comm.transports import Parcel, copy_to_self
+from echelon.comm.transports import Parcel, completes, copy_to_self
 
 _MAX_COUNT = 2**31 - 1
 _SEGMENT = 2**30
@@ -107,8 +108,11 @@ class MPITransport:
         copy_to_self(me, sends, receives)
         MPI.Request.Waitall(requests)
 
-    def barrier(self) -> None:
-        self._comm.Barrier()
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._comm.Barrier()
+        elif not completes(self._comm.Ibarrier().Test, timeout):  # alone among the collectives it can be given up
+            raise TimeoutError
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> MPIRequest:
         return MPIRequest(self._messages.Isend(_bytes(tensor), rank, tag))

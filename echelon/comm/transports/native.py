@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ReduceOp, Store, Work
-from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOptions
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOptions,
+)
 
 from echelon.comm import algorithms
 from echelon.comm.transports import Parcel, copy_to_self
@@ -123,8 +128,11 @@ class NativeTransport:
         for work in works:
             work.wait()
 
-    def barrier(self) -> None:
-        self.collectives.barrier().wait()
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        options = BarrierOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        self.collectives.barrier(options).wait()
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> NativeRequest:
         return NativeRequest(self._messages.send([_as_bytes(tensor)], rank, tag))

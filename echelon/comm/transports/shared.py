@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -88,8 +89,8 @@ class SharedTransport:
             for rank, tensor in received:
                 _copy(tensor[part], boxes[rank][self.rank * place :])
 
-    def barrier(self) -> None:
-        self._host.barrier()
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        self._host.barrier(timeout)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Request:
         return self._by_host.send(tensor, rank, tag)
@@ -98,8 +99,8 @@ class SharedTransport:
         return self._by_host.receive(tensor, rank, tag)
 
     def close(self) -> None:
-        """Let go of the others' memory before its owners end."""
-        self._mailboxes = []
+        """Let go of the others' memory, before its owners do."""
+        self._mailboxes = [self._mailboxes[self.rank]]
 
     def _turn(self, tensors: Sequence[Tensor], places: Sequence[int] | None = None) -> list[Tensor]:
         """Write `tensors` (at `places`, or one behind the other), and return everybody's half for reading."""

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import cycle
 from typing import Any
 
@@ -124,8 +125,8 @@ class StagedTransport:
 
         self._do(steps())
 
-    def barrier(self) -> None:
-        self._host.barrier()
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        self._host.barrier(timeout)
 
     @torch.inference_mode()
     def send(self, tensor: Tensor, rank: int, tag: int) -> Request:
