@@ -26,7 +26,8 @@ SAYS = {
     "exits": r"rank {victim} exited with code 7",
     "leaves": r"{operation}.* \(number {number}\) in the world can never complete: rank {victim} ended",
     "vanishes": r"(rank {victim} died without a word|can never complete: rank {victim} died)",
-    "late": r"{operation}.* \(number {number}\) in the world was not complete after the timeout of 3 s: rank {victim} had not arrived",
+    "late": r"{operation}.* \(number {number}\) in the world was not complete after the timeout of 3 s: "
+    r"rank {victim} had not arrived",
     "silent": r"was not complete after the timeout of 3 s(?s:.*)rank {victim}: waiting for a message from rank {next}",
     "another": r"the ranks' calls do not match(?s:.*)rank {victim}: waiting in {another}",
     "another-checked": r"the ranks' calls do not match: .*rank {victim}: {another}",
