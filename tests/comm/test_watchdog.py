@@ -24,12 +24,12 @@ SAYS = {
     "killed": r"rank {victim} died without a word",
     "raises": r"rank {victim} raised ValueError: on purpose",
     "exits": r"rank {victim} exited with code 7",
-    "leaves": r"{operation}.* \(number {number}\) in the world can never complete: rank {victim} ended",
+    "leaves": r"\(number \d+\) in the world can never complete: rank {victim} ended",
     "vanishes": r"(rank {victim} died without a word|can never complete: rank {victim} died)",
-    "late": r"{operation}.* \(number {number}\) in the world was not complete after the timeout of 3 s: "
-    r"rank {victim} had not arrived",
+    "late": r"\(number \d+\) in the world was not complete after the timeout of 3 s: rank {victim} had not arrived",
     "silent": r"was not complete after the timeout of 3 s(?s:.*)rank {victim}: waiting for a message from rank {next}",
-    "another": r"the ranks' calls do not match(?s:.*)rank {victim}: waiting in {another}",
+    # Unchecked, some pairs of operations exchange their bytes all the same, or MPI itself complains.
+    "another": r"the ranks' calls do not match(?s:.*)rank {victim}: waiting in {another}|rank \d+ raised",
     "another-checked": r"the ranks' calls do not match: .*rank {victim}: {another}",
     "shape-checked": r"the ranks' calls do not match: .*rank {victim}: all_reduce\(float32\[7\], sum\)",
     "dtype-checked": r"the ranks' calls do not match: .*rank {victim}: all_reduce\(int32\[6\], sum\)",
@@ -46,21 +46,22 @@ def suffer(fault: Fault, size: int) -> None:
     job = echelon("run", "-n", size, SCRIPT, *arguments, timeout=60, ECHELON_CHECK=check)
     took = time.monotonic() - started
     text = job.stderr[job.stderr.rindex("echelon: ") :] if "echelon: " in job.stderr else job.stderr
-    operation = program(fault)[fault.moment]
+    steps = program(fault)
     says = SAYS[fault.kind].format(
         victim=fault.victim,
         next=(fault.victim + 1) % size,
-        operation=operation,
-        number=fault.moment + 1,
-        another=next(name for name in OPERATIONS if name != operation),
+        another=next(name for name in OPERATIONS if name != steps[fault.moment]),
     )
     context = f"{fault} on {size} ranks, code {job.returncode}, {took:.1f} s\n{job.stdout}\n{job.stderr}"
     assert re.search(says, text), context
     assert job.returncode in CODES.get(fault.kind, (1,)), context
-    if (
-        fault.kind not in CHECKED
-    ):  # where the others were: still there, unless it was a barrier, which gives up by itself
-        assert re.search(rf"(waiting|last) in {operation}.* \(number {fault.moment + 1}\) in the world", text), context
+    # Every operation that is named has its right number. The survivors are at the victim's, or a little further: the
+    # root of a broadcast waits for nobody. The victim's last call may have been asynchronous, and not have begun.
+    named = [(name, int(number)) for name, number in re.findall(r"in (\w+)[^()\n]*\(number (\d+)\) in", text)]
+    wrong = [pair for pair in named if steps[pair[1] - 1] != pair[0]]
+    if not fault.kind.startswith("another"):
+        assert not wrong, context
+        assert fault.moment <= max(number for _, number in named), context
     processes = [int(number) for number in re.findall(r"PROCESS (\d+)", job.stdout)]
     assert len(processes) == size, context
     assert not any(map(alive, processes)), context
