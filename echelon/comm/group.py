@@ -9,7 +9,6 @@ once. Some operations have an older and a newer name: torch 2.11 calls the one, 
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import DistBackendError, DistNetworkError, ProcessGroup, ReduceOp, Store, Work
+from torch.distributed import DistBackendError, ProcessGroup, ReduceOp, Store, Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -33,9 +32,19 @@ from torch.distributed.distributed_c10d import (
 )
 
 from echelon.comm import operations
+from echelon.comm.arguments import (
+    check_list,
+    check_multiple,
+    check_splits,
+    common_dtype,
+    listed,
+    listed_lists,
+    read_options,
+)
 from echelon.comm.check import CHECKING, compare
 from echelon.comm.devices import Devices
 from echelon.comm.lane import Lane
+from echelon.comm.monitored_barrier import pass_barrier
 from echelon.comm.profile import begin, profiling
 from echelon.comm.reduction import plain_operations, resolve
 from echelon.comm.streams import Ordering
@@ -46,13 +55,10 @@ from echelon.launch.logbook import Message
 
 BACKEND = "echelon"
 _SEND, _RECEIVE = "a message to", "a message from"
-# For rank 0, which waits for the others as long as they wait for it, to say what it saw.
-_VERDICT_GRACE = timedelta(seconds=5)
 _groups: weakref.WeakSet[EchelonGroup] = weakref.WeakSet()
 _post_office = PostOffice()
-_abandoned: list[
-    Transport | None
-] = []  # in a forked child: never dropped, since Gloo would wait for threads it has not
+# In a forked child: never dropped, since Gloo would wait for threads that it has not.
+_abandoned: list[Transport | None] = []
 
 
 class EchelonGroup(ProcessGroup):
@@ -113,15 +119,15 @@ class EchelonGroup(ProcessGroup):
     def allreduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> Work | None:
-        tensors, opts = _listed(tensors), _options(AllreduceOptions, opts, reduceOp=op)
-        reduction = resolve(opts.reduceOp, _common_dtype(tensors))
+        tensors, opts = listed(tensors), read_options(AllreduceOptions, opts, reduceOp=op)
+        reduction = resolve(opts.reduceOp, common_dtype(tensors))
         if len(tensors) != 1:
             return self._submit(opts, tensors, operations.all_reduce_coalesced, tensors, reduction)
         return self._submit(opts, tensors, operations.all_reduce, tensors[0], reduction)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
-        opts = _options(AllreduceCoalescedOptions, opts)
-        reduction = resolve(opts.reduceOp, _common_dtype(tensors))
+        opts = read_options(AllreduceCoalescedOptions, opts)
+        reduction = resolve(opts.reduceOp, common_dtype(tensors))
         return self._submit(opts, tensors, operations.all_reduce_coalesced, tensors, reduction)
 
     def reduce(
@@ -129,59 +135,61 @@ class EchelonGroup(ProcessGroup):
     ) -> Work | None:
         if isinstance(root, (ReduceOp, ReduceOp.RedOpType)):  # reduce(tensor, root, op), by position
             opts, root, op = None, opts, root
-        opts = _options(ReduceOptions, opts, rootRank=root, reduceOp=op)
-        [tensor] = _listed(tensors)
+        opts = read_options(ReduceOptions, opts, rootRank=root, reduceOp=op)
+        [tensor] = listed(tensors)
         return self._submit(
             opts, [tensor], operations.reduce, tensor, opts.rootRank, resolve(opts.reduceOp, tensor.dtype)
         )
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> Work | None:
-        opts = _options(BroadcastOptions, opts, rootRank=root)
-        [tensor] = _listed(tensors)
+        opts = read_options(BroadcastOptions, opts, rootRank=root)
+        [tensor] = listed(tensors)
         return self._submit(opts, [tensor], operations.broadcast, tensor, opts.rootRank)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Work | None:
-        opts = _options(AllgatherOptions, opts)
-        outputs, [tensor] = _listed_lists(output_tensors)[0], _listed(input_tensors)
-        self._check_list("output", outputs)
+        opts = read_options(AllgatherOptions, opts)
+        outputs, [tensor] = listed_lists(output_tensors)[0], listed(input_tensors)
+        check_list("output", outputs, self.size())
         return self._submit(opts, outputs, operations.all_gather, outputs, tensor)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
-        self._check_multiple("output", output, input)
-        return self._submit(_options(AllgatherOptions, opts), [output], operations.all_gather_single, output, input)
+        check_multiple("output", output, input, self.size())
+        return self._submit(read_options(AllgatherOptions, opts), [output], operations.all_gather_single, output, input)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> Work | None:
         """`output_lists[rank][i]` receives tensor `i` of that rank."""
         by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
-        return self._each(_options(AllgatherOptions, opts), output_lists, operations.all_gather, by_tensor, input_list)
+        return self._each(
+            read_options(AllgatherOptions, opts), output_lists, operations.all_gather, by_tensor, input_list
+        )
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
         for output, input in zip(outputs, inputs, strict=True):
-            self._check_multiple("output", output, input)
-        return self._each(_options(AllgatherOptions, opts), outputs, operations.all_gather_single, outputs, inputs)
+            check_multiple("output", output, input, self.size())
+        return self._each(read_options(AllgatherOptions, opts), outputs, operations.all_gather_single, outputs, inputs)
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None
     ) -> Work | None:
-        opts = _options(GatherOptions, opts, rootRank=root)
-        [tensor] = _listed(input_tensors)
-        outputs = _listed_lists(output_tensors)[0] if output_tensors else None
+        opts = read_options(GatherOptions, opts, rootRank=root)
+        [tensor] = listed(input_tensors)
+        outputs = listed_lists(output_tensors)[0] if output_tensors else None
         if opts.rootRank == self.rank():
-            self._check_list("output", outputs or [])
+            check_list("output", outputs or [], self.size())
         return self._submit(opts, outputs or [], operations.gather, outputs, tensor, opts.rootRank)
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None
     ) -> Work | None:
-        opts = _options(ScatterOptions, opts, rootRank=root)
-        [tensor] = _listed(output_tensors)
-        inputs = _listed_lists(input_tensors)[0] if input_tensors else None
+        opts = read_options(ScatterOptions, opts, rootRank=root)
+        [tensor] = listed(output_tensors)
+        inputs = listed_lists(input_tensors)[0] if input_tensors else None
         if opts.rootRank == self.rank():
-            self._check_list("input", inputs or [])
+            check_list("input", inputs or [], self.size())
         return self._submit(opts, [tensor], operations.scatter, tensor, inputs, opts.rootRank)
 
     def reduce_scatter(
@@ -192,24 +200,24 @@ class EchelonGroup(ProcessGroup):
         op: Any = None,
         timeout: timedelta | None = None,
     ) -> Work | None:
-        opts = _options(ReduceScatterOptions, opts, reduceOp=op)
-        [output], inputs = _listed(output_tensors), _listed_lists(input_tensors)[0]
-        self._check_list("input", inputs)
+        opts = read_options(ReduceScatterOptions, opts, reduceOp=op)
+        [output], inputs = listed(output_tensors), listed_lists(input_tensors)[0]
+        check_list("input", inputs, self.size())
         reduction = resolve(opts.reduceOp, output.dtype)
         return self._submit(opts, [output], operations.reduce_scatter, output, inputs, reduction)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
-        opts = _options(ReduceScatterOptions, opts)
-        self._check_multiple("input", input, output)
+        opts = read_options(ReduceScatterOptions, opts)
+        check_multiple("input", input, output, self.size())
         reduction = resolve(opts.reduceOp, output.dtype)
         return self._submit(opts, [output], operations.reduce_scatter_single, output, input, reduction)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work | None:
-        opts = _options(ReduceScatterOptions, opts)
+        opts = read_options(ReduceScatterOptions, opts)
         for output, input in zip(outputs, inputs, strict=True):
-            self._check_multiple("input", input, output)
+            check_multiple("input", input, output, self.size())
         reductions = [resolve(opts.reduceOp, output.dtype) for output in outputs]
         return self._each(opts, outputs, operations.reduce_scatter_single, outputs, inputs, reductions)
 
@@ -223,9 +231,9 @@ class EchelonGroup(ProcessGroup):
         timeout: timedelta | None = None,
     ) -> Work | None:
         for name, tensor, splits in (("output", output, output_split_sizes), ("input", input, input_split_sizes)):
-            self._check_splits(name, tensor, splits)
+            check_splits(name, tensor, splits, self.size())
         arguments = (output, input, output_split_sizes, input_split_sizes)
-        return self._submit(_options(AllToAllOptions, opts), [output], operations.all_to_all_single, *arguments)
+        return self._submit(read_options(AllToAllOptions, opts), [output], operations.all_to_all_single, *arguments)
 
     def alltoall(
         self,
@@ -234,19 +242,19 @@ class EchelonGroup(ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Work | None:
-        self._check_list("output", output_tensors)
-        self._check_list("input", input_tensors)
+        check_list("output", output_tensors, self.size())
+        check_list("input", input_tensors, self.size())
         return self._submit(
-            _options(AllToAllOptions, opts), output_tensors, operations.all_to_all, output_tensors, input_tensors
+            read_options(AllToAllOptions, opts), output_tensors, operations.all_to_all, output_tensors, input_tensors
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        opts = _options(BarrierOptions, opts, timeout=timeout)
+        opts = read_options(BarrierOptions, opts, timeout=timeout)
         timeout = opts.timeout if opts.timeout > timedelta(0) else self._timeout
         return self._submit(opts, [], operations.barrier, timeout)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        [tensor] = _listed(tensors)
+        [tensor] = listed(tensors)
         return self._message(tensor, (self, _SEND, dst, tag), "send", tensor.detach().contiguous())
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
@@ -258,24 +266,7 @@ class EchelonGroup(ProcessGroup):
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         """A barrier that names who does not come. It goes through the store: an MPI call could not be given up."""
         self._barriers += 1
-        place = f"monitored_barrier/{self._barriers}/"
-        self._store.set(f"{place}{self.rank()}", "")
-        if self.rank() == 0:
-            verdict = self._collect(place, timeout, wait_all_ranks)
-            self._store.set(f"{place}verdict", verdict)
-        else:
-            here = f"[Rank {self.rank()}]: Rank"
-            if self._appears(f"{place}0", timeout) and self._appears(f"{place}verdict", timeout + _VERDICT_GRACE):
-                verdict = self._store.get(f"{place}verdict").decode()
-                if verdict:
-                    verdict = (
-                        f"{here} {self.rank()} successfully reached monitoredBarrier, but received errors while "
-                        f"waiting for send/recv from rank 0: {verdict}"
-                    )
-            else:
-                verdict = f"{here} 0 failed to pass monitoredBarrier in {_milliseconds(timeout)} ms"
-        if verdict:
-            raise DistBackendError(verdict)
+        pass_barrier(self._store, self._barriers, self.rank(), self.size(), timeout, wait_all_ranks)
 
     def finish(self) -> None:
         """Finish what is under way; nothing can be started any more."""
@@ -390,7 +381,7 @@ class EchelonGroup(ProcessGroup):
         return self._submit(opts, outputs, operations.one_after_another, operation, *lists)
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
-        [tensor] = _listed(tensors)
+        [tensor] = listed(tensors)
         if tensor.is_contiguous():
             return self._message(tensor, (self, _RECEIVE, src, tag), "receive", tensor)
         dense = tensor.detach().contiguous()
@@ -425,58 +416,6 @@ class EchelonGroup(ProcessGroup):
             self._cuda_transport = self._make_nccl()
         return self._cuda_transport
 
-    def _collect(self, place: str, timeout: timedelta, wait_all_ranks: bool) -> str:
-        """Rank 0's part of a monitored barrier: who did not come, in words, or nothing."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        missing = []
-        for rank in range(1, self.size()):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 and not wait_all_ranks:
-                return f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {_milliseconds(timeout)} ms"
-            if not self._appears(f"{place}{rank}", timedelta(seconds=max(remaining, 0.001))):
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
-        if not missing:
-            return ""
-        who = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        return f"[Rank 0]: {who} failed to pass monitoredBarrier in {_milliseconds(timeout)} ms"
-
-    def _appears(self, key: str, timeout: timedelta) -> bool:
-        """Whether somebody writes `key` to the store in time."""
-        try:
-            self._store.wait([key], timeout)
-        except DistNetworkError:
-            raise
-        except RuntimeError:  # DistStoreError, if it is not a FileStore
-            return False
-        return True
-
-    def _check_list(self, name: str, tensors: list[Tensor]) -> None:
-        if len(tensors) != self.size():
-            raise ValueError(
-                f"the {name} list needs one tensor for each of the {self.size()} ranks, but has {len(tensors)}"
-            )
-
-    def _check_multiple(self, name: str, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
-            raise ValueError(
-                f"the {name} must hold {self.size()} × {part.numel()} elements of {part.dtype}, a part for each rank, "
-                f"but holds {whole.numel()} of {whole.dtype}"
-            )
-
-    def _check_splits(self, name: str, tensor: Tensor, splits: list[int]) -> None:
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if splits and (len(splits) != self.size() or sum(splits) != rows):
-            raise ValueError(
-                f"the {name} splits {list(splits)} must be {self.size()} numbers "
-                f"that add up to the {name}'s {rows} rows"
-            )
-        if not splits and rows % self.size():
-            raise ValueError(
-                f"the {name} has {rows} rows, which {self.size()} ranks cannot share equally: give split sizes"
-            )
-
 
 class _Closed:
     """Stands where a transport was."""
@@ -494,42 +433,6 @@ def _in_turn(*functions: Callable[[], object] | None) -> None:
     for function in functions:
         if function is not None:
             function()
-
-
-def _options(kind: type, given: Any, **fields: Any) -> Any:
-    """PyTorch's options: as given, or from the shorter signatures that take a root or a reduction in their place."""
-    if type(given) is kind:
-        return given
-    options = kind()
-    if isinstance(given, (ReduceOp, ReduceOp.RedOpType)):
-        fields["reduceOp"] = given
-    elif isinstance(given, int):
-        fields["rootRank"] = given
-    for field, value in fields.items():
-        if value is not None:
-            setattr(options, field, value)
-    return options
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def _listed_lists(tensors: Any) -> list[list[Tensor]]:
-    return [tensors] if isinstance(tensors[0], Tensor) else tensors
-
-
-def _common_dtype(tensors: list[Tensor]) -> torch.dtype:
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) != 1:
-        raise ValueError(
-            f"tensors reduced together must have one dtype, but these have {', '.join(sorted(map(str, dtypes)))}"
-        )
-    return dtypes.pop()
-
-
-def _milliseconds(timeout: timedelta) -> int:
-    return round(timeout.total_seconds() * 1000)
 
 
 def finish_groups() -> None:

@@ -97,6 +97,19 @@ def test_mismatch():
     assert never_completes(group, sight(books[0], finished)) == ""
 
 
+def test_groups_are_named_by_their_dimension():
+    logbook = Logbook(1)
+    row = logbook.open_row("7", [1, 3], 60)
+    logbook.describe_row(row, dimension="mesh_dp")
+    logbook.rows[row + OPERATION] = logbook.code("all_gather", "torch.bfloat16") + 1
+    logbook.rows[row + SEQUENCE] = 4
+    [group] = RankState.of(logbook.snapshot()).groups
+    assert timed_out(group, sight(logbook)) == (
+        "all_gather of bfloat16 (number 4) in dimension dp (ranks 1, 3) was not complete after the timeout of 60 s: "
+        "rank 3 had not arrived"
+    )
+
+
 def test_messages():
     logbook = book(0, "barrier", 3, under_way=False)
     logbook.note_messages({0: Message(1, "a message from any rank", None)})
