@@ -45,8 +45,13 @@ def _words(call: Call) -> str:
         arguments = arguments[1:]
     elif call.operation is operations.barrier:  # each rank may be as patient as it likes
         arguments = []
-    elif call.operation in (operations.gather, operations.scatter):  # the list is the root's alone
-        arguments = [argument for argument in arguments if type(argument) is not list and argument is not None]
+    elif call.operation in (
+        operations.gather,
+        operations.scatter,
+    ):  # the list is the root's, and sizes may differ
+        return f"{call.name}({call.dtype}, root {arguments[-1]})".replace("torch.", "")
+    elif call.operation is operations.reduce_scatter:  # each rank's output may be of another size
+        arguments = arguments[1:]
     elif call.operation in (operations.all_to_all, operations.all_to_all_single):
         return f"{call.name} of {call.dtype}"
     elif call.operation is operations.all_gather:  # each rank's own tensor may be of another size

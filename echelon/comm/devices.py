@@ -1,8 +1,8 @@
 """How a group carries device tensors over a transport for host memory, one way for each device.
 
-Collectives go through the GPU's own memory where all ranks share one GPU, else straight to MPI where it is CUDA-aware,
-else through pinned memory. The ranks choose together, in the first collective on the device; messages, at whose start
-only two ranks meet, need no agreement.
+Collectives go through the GPU's own memory where all ranks share one GPU, which they find out together in the first
+collective on the device; else straight to MPI where that is CUDA-aware, else through pinned memory: there the library,
+which is the same on all ranks, decides. Messages, at whose start only two ranks meet, go one of the latter ways.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Devices:
             self._collectives[device] = share_gpu(self._host, messages, device) or messages
         return self._collectives[device]
 
-    def close(self, *, together: bool) -> None:
-        """Let go of the others' memory; `together`: not before all have done so does anybody go on."""
+    def close(self) -> None:
+        """Let go of the others' memory when it has been read; its owners keep it until then (PyTorch counts)."""
+        for stream in self._streams.values():
+            stream.synchronize()
         for transport in self._collectives.values():
             transport.close()
-            if together:
-                self._host.barrier()
         self._collectives.clear()

@@ -277,7 +277,7 @@ class EchelonGroup(ProcessGroup):
         if isinstance(self._transport, _Closed):
             return
         self.finish()
-        self._devices.close(together=True)
+        self._devices.close()
         self._logbook.close_row(self._row)
         transport = self._transport
         self._close()
@@ -342,6 +342,10 @@ class EchelonGroup(ProcessGroup):
         self._plain = {}
 
     def _submit(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *arguments: Any) -> Work | None:
+        self._lane.check_open()
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            # Fake tensors have shapes and no memory: as over PyTorch's own backends, nothing is communicated.
+            return CollectiveWork.done(outputs) if opts.asyncOp else None
         call = operations.Call(operation, arguments)
         device = next((tensor.device for tensor in call.tensors if not tensor.is_cpu), None)
         if device is not None and self._make_nccl is not None:
@@ -439,7 +443,7 @@ def finish_groups() -> None:
     """Finish what is under way in every group, and stop looking after messages: MPI is about to end."""
     for group in list(_groups):
         group.finish()
-        group._devices.close(together=False)
+        group._devices.close()
     _post_office.close()
 
 

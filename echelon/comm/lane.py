@@ -89,7 +89,7 @@ class Lane:
         rows[row + OPERATION] = note[0] + 1
         rows[row + ELEMENTS] = note[1]
         rows[row + COUNT] = next(self._count)
-        rows[row + SEQUENCE] += 1  # last: until then, who reads it sees the operation before
+        rows[row + SEQUENCE] += 1  # last: who reads in between sees the new one under an old number, and looks again
 
     def _start(self) -> None:
         with self._starting:

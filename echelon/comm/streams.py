@@ -31,7 +31,9 @@ class Ordering:
             self._stream.wait_event(self._before)
             result = function(*arguments)
             for tensor in tensors:
-                tensor.record_stream(self._stream)
+                for dense in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+                    if dense.is_cuda:
+                        dense.record_stream(self._stream)
             self._after.record(self._stream)
         return result
 

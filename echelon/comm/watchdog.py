@@ -8,6 +8,8 @@ operations, or if the group's timeout is over, it hands in the reason and the ra
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import sys
 import threading
@@ -27,7 +29,6 @@ from echelon.launch.watch import VARIABLE, Line, Sight, Watch
 _INTERVAL = 0.2
 _RANKS_AT_THAT_INTERVAL = 64  # with more, each tells less often, so that the watch need not hear more in all
 _SUSPICION_SECONDS = 1.0
-_PATIENCE_SECONDS = 2.0  # with what can give up by itself (barriers, messages that are waited for with a timeout)
 _QUIET_SECONDS = 3.0  # for the first rank that gives up to have its say before the others leave
 
 
@@ -82,10 +83,12 @@ class Watchdog:
             try:
                 waits = self._waits(self._tell(), now)
                 suspicious = self._ending or any(now - since > _SUSPICION_SECONDS for since in self._since.values())
-                if suspicious and now - asked > _SUSPICION_SECONDS:
+                if suspicious and now - asked > _SUSPICION_SECONDS * self._interval / _INTERVAL:
                     asked = now
-                    self._judge(waits, now, self._line.ask())
-            except (OSError, ValueError):
+                    self._judge(waits, now, self._line.ask([group.name for group in waits.values()]))
+            except TimeoutError:  # the watch is stopped or busy, which says nothing about the ranks
+                continue
+            except OSError:
                 if self._ending:  # as everybody is
                     return
                 self._give_up("the watch is gone, and with it the launcher or the rank that kept it")
@@ -117,21 +120,22 @@ class Watchdog:
             hopeless = hopeless or (
                 report.never_comes(group, me, sight) if message else report.never_completes(group, sight)
             )
-            if now - self._since[key] > group.timeout + _PATIENCE_SECONDS:
-                self._give_up(report.message_timed_out(group) if message else report.timed_out(group, sight), sight)
+            patience = math.inf if group.operation == "barrier" and not message else group.timeout
+            if now - self._since[key] > patience:
+                self._give_up(report.message_timed_out(group) if message else report.timed_out(group, sight))
         if self._ending and sight.fallen:
             hopeless = f"{report.ranks_text(sight.fallen)} died while others were at their end"
         if hopeless and hopeless == self._suspicion:  # seen twice: states arrive late, and not all at once
-            self._give_up(hopeless, sight)
+            self._give_up(hopeless)
         self._suspicion = hopeless
 
-    def _give_up(self, reason: str, sight: Sight | None = None) -> NoReturn:
-        text = f"{reason}\n{report.account(sight)}" if sight else reason
-        try:
+    def _give_up(self, reason: str) -> NoReturn:
+        text, first, told = reason, True, False
+        with contextlib.suppress(OSError):
+            text = f"{reason}\n{report.account(self._line.ask())}"
             first = self._line.fail(text)
-        except (OSError, ValueError):
-            first = True
-        if first and not self._held_by_launcher:
+            told = self._held_by_launcher
+        if first and not told:
             print(f"echelon: {text}", file=sys.stderr, flush=True)
         if not first:
             time.sleep(_QUIET_SECONDS)

@@ -169,7 +169,7 @@ class MessageWork(_EchelonWork):
         super().__init__(outputs)
         self.label = label
         self.ordering = ordering
-        self.waited_for = 0  # a number of its own, once somebody waits
+        self.waited_for = 0  # a number of its own, once somebody waits without a timeout of his own
         self._request = request
         self._held = held
         self._arrived = arrived
@@ -177,11 +177,11 @@ class MessageWork(_EchelonWork):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not self._finished:
-            self.waited_for = next(_numbers)
             if timeout > _NO_TIMEOUT:
                 if not completes(self.poll, timeout):
                     raise self._timed_out(timeout)
             else:
+                self.waited_for = next(_numbers)
                 with self._guard:
                     if not self._finished:
                         self._settle(self._request.wait)

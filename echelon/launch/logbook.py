@@ -11,7 +11,6 @@ import itertools
 import json
 import mmap
 import os
-import socket
 import threading
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ _COLUMNS = 4
 _ROWS = 2048
 _HEADER = _ROWS * _COLUMNS * 8  # where the header begins, with its length
 _BYTES = 2**20
-_UNDER_WAY = 1
+_REMEMBERED = 16  # groups that were closed, with what the rank had done in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +57,24 @@ class RankState:
     """What a rank was doing. `ending` tells how it ended, in words, empty while it runs; `code` is its exit code."""
 
     rank: int
-    host: str
-    process: int
     ending: str
     code: int
-    groups: list[GroupState] = field(default_factory=list)
+    groups: list[GroupState] = field(default_factory=list)  # those that were closed lately too
 
     @classmethod
     def of(cls, snapshot: dict[str, Any]) -> RankState:
         header = snapshot["header"]
         names = header["operations"]
         groups = []
-        for row, (name, dimension, ranks, timeout) in header["groups"].items():
-            sequence, operation, elements, count = snapshot["rows"][int(row)]
+        rows = [(int(row), group, snapshot["rows"][int(row)]) for row, group in header["groups"].items()]
+        for row, (name, dimension, runs, timeout), columns in rows + [(-1, *closed) for closed in header["closed"]]:
+            sequence, operation, elements, count = columns
             code, under_way = divmod(operation, 2)
             text = names[code] if sequence and code < len(names) else ""
-            message = Message(*header["messages"][row]) if row in header["messages"] else None
+            message = Message(*header["messages"][str(row)]) if str(row) in header["messages"] else None
             begun = sequence, bool(under_way), text, elements, count, message
-            groups.append(GroupState(int(row) * _COLUMNS, name, dimension, ranks, timeout, *begun))
-        return cls(header["rank"], header["host"], header["process"], header["ending"], header["code"], groups)
+            groups.append(GroupState(row * _COLUMNS, name, dimension, _unpacked(runs), timeout, *begun))
+        return cls(header["rank"], header["ending"], header["code"], groups)
 
 
 class Logbook:
@@ -87,51 +85,55 @@ class Logbook:
         self.count = itertools.count(1)
         self._memory = self.rows.cast("B")
         self._lock = threading.Lock()
-        self._free = list(range(_ROWS - 1, -1, -1))
+        self._free = list(range(_ROWS - 2, -1, -1))
         self._codes: dict[tuple[str, object], int] = {}
-        self._made: dict[str, int] = {}
+        self._made: dict[tuple[str, tuple[int, ...]], int] = {}
         self._header: dict[str, Any] = {
             "rank": rank,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
             "ending": "",
             "code": 0,
             "operations": [],
             "groups": {},
+            "closed": [],
             "messages": {},
         }
         self._write()
 
     def open_row(self, name: str, ranks: list[int], timeout: float) -> int:
-        """A row for a group; the same name may return (PyTorch counts anew after a destroy), and is told apart."""
+        """A row for a group; the same name may return (PyTorch counts anew after a destroy), and is told apart.
+
+        When the book is full, further groups are not written down: they share the last row, which nobody reads.
+        """
         with self._lock:
-            self._made[name] = self._made.get(name, 0) + 1
-            nth = self._made[name]
-            row = self._free.pop()
+            key = name, tuple(ranks)
+            self._made[key] = nth = self._made.get(key, 0) + 1
+            row = self._free.pop() if self._free else _ROWS - 1
             start = row * _COLUMNS
             self.rows[start : start + _COLUMNS] = memoryview(bytes(_COLUMNS * 8)).cast("Q")
-            self._header["groups"][str(row)] = [
-                name if nth == 1 else f"{name} (made anew, {nth})",
-                "",
-                ranks,
-                timeout,
-            ]
-            self._write()
+            if row < _ROWS - 1:
+                title = name if nth == 1 else f"{name} (made anew, {nth})"
+                self._header["groups"][str(row)] = [title, "", _packed(ranks), timeout]
+                self._write()
             return start
 
     def describe_row(self, start: int, dimension: str | None = None, timeout: float | None = None) -> None:
         with self._lock:
-            group = self._header["groups"][str(start // _COLUMNS)]
-            group[1] = group[1] if dimension is None else dimension
-            group[3] = group[3] if timeout is None else timeout
-            self._write()
+            group = self._header["groups"].get(str(start // _COLUMNS))
+            if group is not None:
+                group[1] = group[1] if dimension is None else dimension
+                group[3] = group[3] if timeout is None else timeout
+                self._write()
 
     def close_row(self, start: int) -> None:
         with self._lock:
             row = start // _COLUMNS
-            del self._header["groups"][str(row)]
-            self._free.append(row)
-            self._write()
+            group = self._header["groups"].pop(str(row), None)
+            if group is not None:
+                columns = self.rows[start : start + _COLUMNS].tolist()
+                self._header["closed"] = [*self._header["closed"], [group, columns]][-_REMEMBERED:]
+                self._write()
+            if row < _ROWS - 1:
+                self._free.append(row)
 
     def code(self, operation: str, dtype: object) -> int:
         """The number that stands for an operation on a dtype; one more while it is under way."""
@@ -158,12 +160,14 @@ class Logbook:
             self._write()
 
     def snapshot(self) -> dict[str, Any]:
-        return _read(self._memory)
+        with self._lock:
+            return _read(self._memory)
 
     def _write(self) -> None:
         text = json.dumps(self._header).encode()
-        if len(text) > _BYTES - _HEADER - 8:
-            raise RuntimeError(f"the logbook cannot hold {len(self._header['groups'])} groups: destroy some")
+        while len(text) > _BYTES - _HEADER - 8 and self._header["groups"]:  # a full book leaves groups out
+            self._header["groups"].popitem()
+            text = json.dumps(self._header | {"closed": []}).encode()
         self.rows[_HEADER // 8] = 0  # a reader that comes now waits for the length
         self._memory[_HEADER + 8 : _HEADER + 8 + len(text)] = text
         self.rows[_HEADER // 8] = len(text)
@@ -190,7 +194,28 @@ def _open(file: Path | None) -> memoryview:
         return memoryview(mmap.mmap(-1, _BYTES)).cast("Q")
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(handle, _BYTES)
+        os.posix_fallocate(handle, 0, _BYTES)  # now, for to run out of memory later would kill the rank
         return memoryview(mmap.mmap(handle, _BYTES)).cast("Q")
+    except OSError:
+        return _open(None)
     finally:
         os.close(handle)
+
+
+def _packed(ranks: list[int]) -> list[list[int]]:
+    """Ranks as runs (first, last, step), of which most groups have one."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and (len(runs[-1]) == 1 or rank - runs[-1][1] == runs[-1][2]):
+            first = runs[-1][0]
+            runs[-1] = [first, rank, rank - (first if len(runs[-1]) == 1 else runs[-1][1])]
+        else:
+            runs.append([rank])
+    return runs
+
+
+def _unpacked(runs: list[list[int]]) -> list[int]:
+    ranks: list[int] = []
+    for first, *rest in runs:
+        ranks += [first] if not rest else list(range(first, rest[0] + (1 if rest[1] > 0 else -1), rest[1]))
+    return ranks

@@ -97,7 +97,7 @@ def exit_code(sight: Sight, code: int) -> int:
     if sight.failure:
         return 1
     first = [sight.states[rank].code for rank in sight.fallen[:1] if rank in sight.states]
-    waiting = any(group.under_way or group.message for state in sight.states.values() for group in state.groups)
+    waiting = any(group.under_way for state in sight.states.values() for group in state.groups)
     return next(filter(None, first), code or int(bool(sight.fallen) and waiting))
 
 

@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -24,6 +25,7 @@ from echelon.launch.logbook import RankState
 
 VARIABLE = "ECHELON_WATCH"  # where the watch is kept, and its token; for the ranks that `echelon run` starts
 _ANSWER_SECONDS = 10.0
+_FIRST_WORDS = 1024  # bytes that a visitor may say before it has shown the token
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Watch:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake, waker = socket.socketpair()
         self._selector.register(waker, selectors.EVENT_READ)
+        os.register_at_fork(after_in_child=self._forget)
         self._thread = threading.Thread(target=self._serve, name="echelon-watch", daemon=True)
 
     def start(self) -> None:
@@ -72,13 +75,15 @@ class Watch:
         return Sight(states, list(self._fallen), self._failure)
 
     def _serve(self) -> None:
+        _allow_many_connections()
         closing = False
         while not closing:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
-                    connection, _address = self._listener.accept()
-                    connection.settimeout(_ANSWER_SECONDS)
-                    self._selector.register(connection, selectors.EVENT_READ, _Visitor(connection))
+                    with contextlib.suppress(OSError):
+                        connection, _address = self._listener.accept()
+                        connection.settimeout(_ANSWER_SECONDS)
+                        self._selector.register(connection, selectors.EVENT_READ, _Visitor(connection))
                 elif key.data is None:
                     closing = True
                 else:
@@ -89,7 +94,7 @@ class Watch:
             messages = visitor.read()
             for message in messages:
                 self._answer(visitor, message)
-        except (OSError, ValueError, KeyError, TypeError):  # gone, or talking nonsense
+        except Exception:  # gone, or talking nonsense
             self._selector.unregister(visitor.connection)
             visitor.connection.close()
             if visitor.rank is not None and not visitor.leaving:
@@ -111,7 +116,14 @@ class Watch:
             if RankState.of(message["state"]).code:
                 self._fallen.append(visitor.rank)
         if "ask" in message:
-            visitor.say({"states": list(self._latest.values()), "fallen": self._fallen})
+            states = [_about(snapshot, message["groups"]) for snapshot in self._latest.values()]
+            visitor.say({"ask": message["ask"], "states": states, "fallen": self._fallen})
+
+    def _forget(self) -> None:
+        """In a forked child: leave the lines to the parent, whose end would otherwise go unnoticed."""
+        for key in list(self._selector.get_map().values()):
+            with contextlib.suppress(OSError):
+                os.close(key.fd)
 
 
 class _Visitor:
@@ -128,6 +140,8 @@ class _Visitor:
         if not data:
             raise ConnectionResetError
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if self.rank is None and max(map(len, [*lines[:1], self._rest])) > _FIRST_WORDS:
+            raise ValueError("a long speech from a stranger")
         return [json.loads(line) for line in lines]
 
     def say(self, message: dict[str, Any]) -> None:
@@ -140,24 +154,32 @@ class Line:
     def __init__(self, address: str, rank: int) -> None:
         host, port, token = address.rsplit(":", 2)
         self._socket = socket.create_connection((host, int(port)), _ANSWER_SECONDS)
-        self._answers = self._socket.makefile("rb")
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._heard = b""
+        self._asked = 0
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self.hang_up)
         self._say({"token": token, "rank": rank})
 
     def hang_up(self) -> None:
-        self._answers.close()
-        self._socket.close()
+        """Takes no lock: in a forked child another thread may have held it."""
+        os.close(self._socket.detach())
 
     def tell(self, snapshot: dict[str, Any]) -> None:
         with self._lock:
             self._say({"state": snapshot})
 
-    def ask(self) -> Sight:
-        """What the watch knows of all ranks."""
+    def ask(self, groups: list[str] | None = None) -> Sight:
+        """What the watch knows of all ranks, in all groups or in those of these names.
+
+        A TimeoutError tells nothing about anybody: the watch may be busy, or stopped.
+        """
         with self._lock:
-            self._say({"ask": True})
-            answer = json.loads(self._answers.readline())
+            self._asked += 1
+            self._say({"ask": self._asked, "groups": groups})
+            answer = self._listen()
+            while answer.get("ask") != self._asked:  # late, to a question given up before
+                answer = self._listen()
         states = [RankState.of(snapshot) for snapshot in answer["states"]]
         return Sight({state.rank: state for state in states}, answer["fallen"])
 
@@ -165,7 +187,10 @@ class Line:
         """Hand in why the job fails; True for the first who does."""
         with self._lock:
             self._say({"failure": text})
-            return bool(json.loads(self._answers.readline())["first"])
+            answer = self._listen()
+            while "first" not in answer:
+                answer = self._listen()
+            return bool(answer["first"])
 
     def leave(self, snapshot: dict[str, Any]) -> None:
         """A farewell with the last state: what follows is no death."""
@@ -174,3 +199,31 @@ class Line:
 
     def _say(self, message: dict[str, Any]) -> None:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _listen(self) -> dict[str, Any]:
+        while b"\n" not in self._heard:
+            data = self._socket.recv(2**20)
+            if not data:
+                raise ConnectionResetError("the watch has hung up")
+            self._heard += data
+        line, self._heard = self._heard.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _about(snapshot: dict[str, Any], groups: list[str] | None) -> dict[str, Any]:
+    """A snapshot without what was not asked for: in a large job most of it is not."""
+    if groups is None:
+        return snapshot
+    header = snapshot["header"]
+    asked = {row: group for row, group in header["groups"].items() if group[0] in groups}
+    closed = [pair for pair in header["closed"] if pair[0][0] in groups]
+    return {"header": header | {"groups": asked, "closed": closed}, "rows": snapshot["rows"] if asked else []}
+
+
+def _allow_many_connections() -> None:
+    """One for each rank, which may be more than a process may have by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

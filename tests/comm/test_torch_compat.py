@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
@@ -102,6 +103,16 @@ def in_a_graph():
     assert step(torch.ones(3)).tolist() == [2 * dist.get_world_size()] * 3
 
 
+def of_fake_tensors():
+    """Nothing is communicated, as over PyTorch's own backends."""
+    with FakeTensorMode():
+        x, whole = torch.ones(4), torch.ones(4 * dist.get_world_size())
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x, 0)
+        dist.all_gather_into_tensor(whole, x)
+
+
 def not_a_member():
     group = dist.new_group([0])
     tensor = torch.full((1,), float(dist.get_rank()))
@@ -117,6 +128,6 @@ def test_same_either_way(ranks):
     assert short == again >= 60
 
 
-@pytest.mark.parametrize("body", [detours, in_a_graph, not_a_member])
+@pytest.mark.parametrize("body", [detours, in_a_graph, of_fake_tensors, not_a_member])
 def test_detours(ranks, body):
     ranks(2, body)

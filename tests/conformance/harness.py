@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -31,17 +32,27 @@ class Outcome:
 
 
 class Harness:
-    """`size` ranks for the tests, started when first used, and again after a failure."""
+    """`size` ranks for the tests, started when first used, and again after a failure.
 
-    def __init__(self, size: int) -> None:
+    The tests are those of PyTorch's suite for backends, unless given other functions that list and run tests.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        test_names: Callable[..., list[str]] = suite.test_names,
+        run_test: Callable[[str, str, str, float], str] = suite.run_test,
+    ) -> None:
         self.size = size
+        self._test_names = test_names
+        self._run_test = run_test
         self._pool = Pool(size)
         self._directory = Path(tempfile.mkdtemp(prefix="conformance-"))
         self._runs = 0
 
-    def names(self) -> list[str]:
+    def names(self, *arguments: str) -> list[str]:
         """Every test of the suite."""
-        names: list[str] = self._pool.run(suite.test_names, timeout=TEST_SECONDS)[0]
+        names: list[str] = self._pool.run(self._test_names, *arguments, timeout=TEST_SECONDS)[0]
         return names
 
     def run(self, name: str, backend: str, seconds: float = TEST_SECONDS) -> Outcome:
@@ -52,7 +63,7 @@ class Harness:
         suite.prepare(directory)
         begin = monotonic()
         try:
-            answers = self._pool.run(suite.run_test, name, backend, str(directory), 0.8 * seconds, timeout=seconds)
+            answers = self._pool.run(self._run_test, name, backend, str(directory), 0.8 * seconds, timeout=seconds)
         except RankError as error:
             return self._failure(str(error), directory, monotonic() - begin)
         # A test may skip on some ranks only; it has then run on the others.

@@ -58,7 +58,7 @@ def run_test(name: str, backend: str, directory: str, seconds: float) -> str:
     method = getattr(test, name)
     if getattr(method, "__unittest_skip__", False):
         return f"{SKIPPED}: {method.__unittest_skip_why__}"
-    with _output_to(log(directory, int(os.environ["RANK"])), seconds), _place(suite, backend, directory):
+    with output_to(log(directory, int(os.environ["RANK"])), seconds), _place(suite, backend, directory):
         test.rank = int(os.environ["RANK"])
         test.file_name = str(Path(directory, "init_dir", "first"))
         dist.init_process_group(
@@ -120,20 +120,20 @@ def _place(suite: ModuleType, backend: str, directory: str) -> Iterator[None]:
         )
         stack.enter_context(patch.object(suite, "INIT_METHOD", f"file://{directory}/init_dir/again"))
         stack.enter_context(patch.object(suite.Barrier, "barrier_id", 0))
-        stack.enter_context(patch.object(sys, "exit", _skip_with))
+        stack.enter_context(patch.object(sys, "exit", skip_with))
         if backend == "echelon":
             stack.enter_context(patch.object(suite, "BACKEND", _EchelonInPlaceOfGloo("echelon")))
         yield
 
 
-def _skip_with(status: int) -> NoReturn:
+def skip_with(status: int) -> NoReturn:
     """In the suite, a test that cannot run ends its process, with a status that says why."""
     skips = importlib.import_module("torch.testing._internal.common_distributed").TEST_SKIPS
     raise unittest.SkipTest(next(skip.message for skip in skips.values() if skip.exit_code == status))
 
 
 @contextlib.contextmanager
-def _output_to(path: Path, seconds: float) -> Iterator[None]:
+def output_to(path: Path, seconds: float) -> Iterator[None]:
     """Send this process's output to a file, that of C++ too; after `seconds`, its threads' stacks as well."""
     with path.open("w") as file, contextlib.ExitStack() as stack:
         for stream in (sys.stdout, sys.stderr):

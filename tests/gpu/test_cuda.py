@@ -30,7 +30,7 @@ STEPS = 4
 def choose(way: str, group: dist.ProcessGroup | None = None) -> None:
     """Send the group's collectives that way."""
     devices = (group or dist.group.WORLD)._devices
-    devices.close(together=True)
+    devices.close()
     if way == "staged":
         devices._collectives[DEVICE] = devices.for_messages(DEVICE)
     dist.all_reduce(torch.ones(1, device=DEVICE), group=group)

@@ -66,8 +66,42 @@ def test_rows_are_used_again_and_names_told_apart():
     logbook.rows[first + SEQUENCE] = 5
     logbook.close_row(first)
     assert logbook.open_row("0", [0, 1], 60) == first
-    [group] = RankState.of(logbook.snapshot()).groups
-    assert (group.name, group.sequence) == ("0 (made anew, 2)", 0)
+    groups = RankState.of(logbook.snapshot()).groups
+    assert [(group.name, group.sequence) for group in groups] == [("0 (made anew, 2)", 0), ("0", 5)]
+
+
+def test_what_was_done_before_a_destroy_counts():
+    """A rank that did its part, destroyed the group and ended is not missing."""
+    waiting, done = book(0, "gather", 12, under_way=True), book(1, "gather", 12, under_way=False)
+    done.close_row(0)
+    done.end("ended", 0)
+    others = book(2, "gather", 12, under_way=True)
+    [group] = RankState.of(waiting.snapshot()).groups
+    assert never_completes(group, sight(waiting, done, others)) == ""
+    assert "rank 1: ended, last in gather of float32 × 1,024 (number 12)" in account(sight(done))
+
+
+@pytest.mark.parametrize("ranks", [[0], [3, 7], list(range(1024)), [0, 2, 4, 6], [0, 1, 5, 9, 13, 14], [5, 3, 1]])
+def test_ranks_are_kept_whole(ranks):
+    logbook = Logbook(0)
+    logbook.open_row("0", ranks, 60)
+    assert RankState.of(logbook.snapshot()).groups[0].ranks == ranks
+
+
+@pytest.mark.parametrize("lack", ["rows", "bytes"])
+def test_a_full_book_leaves_groups_out(monkeypatch, lack):
+    if lack == "bytes":
+        monkeypatch.setattr("echelon.launch.logbook._BYTES", 2**16 + 4096)
+    logbook = Logbook(0)
+    if lack == "rows":
+        del logbook._free[:-5]
+    rows = [logbook.open_row(str(number), [n * n for n in range(50)], 60) for number in range(20)]
+    logbook.describe_row(rows[-1], dimension="mesh_dp")
+    assert 0 < len(RankState.of(logbook.snapshot()).groups) < 20
+    for row in rows:
+        logbook.close_row(row)
+    logbook.open_row("again", [0, 1], 60)
+    assert RankState.of(logbook.snapshot()).groups[0].name == "again"
 
 
 def test_waiting_for_the_dead_and_the_ended():
@@ -162,7 +196,13 @@ def test_strangers_are_sent_away():
     watch = Watch()
     watch.start()
     host, port, _token = watch.address.split(":")
-    for words in (b'{"token": "wrong", "rank": 0, "ask": true}\n', b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 0}\n'):
+    for words in (
+        b'{"token": "wrong", "rank": 0, "ask": true}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"rank": 0}\n',
+        b"[" * 900 + b"\n",
+        b"x" * 5000,
+    ):
         with socket.create_connection((host, int(port)), 5) as stranger:
             stranger.sendall(words)
             assert stranger.recv(100) == b""

@@ -38,6 +38,7 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
+    highest_tag: int
     reducible: frozenset[torch.dtype]  # what the library itself can reduce; the rest is reduced by `algorithms`
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None: ...

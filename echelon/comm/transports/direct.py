@@ -25,6 +25,7 @@ class DirectTransport:
     def __init__(self, host: Transport, device: torch.device) -> None:
         self.name = f"{host.name}, CUDA-aware"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
+        self.highest_tag = host.highest_tag
         self._host = host
         self._device = torch.get_device_module(device)
 

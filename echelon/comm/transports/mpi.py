@@ -53,11 +53,13 @@ class MPITransport:
 
     name = "mpi"
     reducible = frozenset(_DATATYPES)
+    highest_tag: int
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Take over `comm`, which only this group uses."""
         self._comm = comm
         self._messages = comm.Dup()
+        self.highest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
 

@@ -88,6 +88,7 @@ class NativeTransport:
         self.rank = rank
         self.size = size
         self.reducible = reducible
+        self.highest_tag = 2**31 - 1
         self.collectives: Any = group("collectives")
         self._messages: Any = group("messages")
         self._together = together

@@ -29,6 +29,7 @@ class SharedTransport:
     def __init__(self, host: Transport, by_host: Transport, mailboxes: list[Tensor]) -> None:
         self.name = f"{host.name}, shared GPU"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
+        self.highest_tag = host.highest_tag
         self._host = host
         self._by_host = by_host
         self._mailboxes = mailboxes
@@ -99,8 +100,8 @@ class SharedTransport:
         return self._by_host.receive(tensor, rank, tag)
 
     def close(self) -> None:
-        """Let go of the others' memory, before its owners do."""
-        self._mailboxes = [self._mailboxes[self.rank]]
+        """Let go of everybody's memory."""
+        self._mailboxes = []
 
     def _turn(self, tensors: Sequence[Tensor], places: Sequence[int] | None = None) -> list[Tensor]:
         """Write `tensors` (at `places`, or one behind the other), and return everybody's half for reading."""
@@ -125,14 +126,19 @@ def share_gpu(host: Transport, by_host: Transport, device: torch.device) -> Shar
     where = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
     if len(set(show(host, where))) > 1:
         return None
-    mine = torch.empty(2 * HALF, dtype=torch.uint8, device=device)
-    torch.cuda.current_stream(device).synchronize()
-    offered = show(host, _attempt(lambda: repr(mine.untyped_storage()._share_cuda_())))
+    mine: list[torch.UntypedStorage] = []
     mailboxes: list[Tensor] = []
+
+    def offer() -> str:
+        mine.append(torch.empty(2 * HALF, dtype=torch.uint8, device=device).untyped_storage())
+        torch.cuda.current_stream(device).synchronize()
+        return repr(mine[0]._share_cuda_())
+
+    offered = show(host, _attempt(offer))
 
     def open_all() -> str:
         for rank, handle in enumerate(offered):
-            storage = mine.untyped_storage() if rank == host.rank else _opened(handle)
+            storage = mine[0] if rank == host.rank and mine else _opened(handle)
             mailboxes.append(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
         return ""
 

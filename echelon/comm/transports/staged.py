@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from echelon.comm.transports import Parcel, Request, Transport, copy_to_self
 CHUNK = 2**22  # bytes: as many as MPI moves fastest (benchmarks/h200/comm.py)
 _DEPTH = 3
 _HEADER = 64  # bytes before a message's first chunk, for the tag of the others
-_CHUNK_TAGS = 2**14  # where those tags begin; every MPI has tags up to 32767
+_CHUNK_TAGS = 2**14  # the highest tags of MPI, which are for them
+_serial = count()  # of all messages of this process, whatever their device and group
 
 
 @dataclass
@@ -53,14 +54,16 @@ class StagedTransport:
     def __init__(self, host: Transport, device: torch.device) -> None:
         self.name = f"{host.name}, staged"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
+        self.highest_tag = host.highest_tag
         self._host = host
         self._pin = device.type != "cpu"
         self._device = torch.get_device_module(device)
-        self._in, self._out = self._device.Stream(), self._device.Stream()
+        place = {"device": device} if device.type == "cuda" else {}  # or it would be the thread's current device
+        self._in, self._out = (self._device.Stream(**place) for _ in range(2))
         self._slots = [_Slot(self._device.Event(), self._device.Event()) for _ in range(_DEPTH)]
         self._unposted: deque[_StagedSend] = deque()
         self._posting = threading.RLock()
-        self._serial = 0
+        self._chunk_tags = host.highest_tag - _CHUNK_TAGS
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
         def run(chunk: Tensor, _: Tensor) -> None:
@@ -131,11 +134,9 @@ class StagedTransport:
     @torch.inference_mode()
     def send(self, tensor: Tensor, rank: int, tag: int) -> Request:
         """The first chunk carries the tag of the others: a receiver need not know beforehand who sends."""
-        if tag >= _CHUNK_TAGS:
-            raise ValueError(f"messages of device tensors have tags below {_CHUNK_TAGS}, and this one has {tag}")
-        with self._posting:
-            self._serial += 1
-            further = _CHUNK_TAGS + self._serial % _CHUNK_TAGS
+        if not 0 <= tag < self._chunk_tags:
+            raise ValueError(f"messages of device tensors have tags from 0 to {self._chunk_tags - 1}, and not {tag}")
+        further = self._chunk_tags + next(_serial) % _CHUNK_TAGS
         staged = self._pinned(_HEADER + tensor.nbytes)
         staged[:8].view(torch.int64).fill_(further)
         source, target = tensor.view(-1).view(torch.uint8), staged[_HEADER:]
@@ -177,8 +178,12 @@ class StagedTransport:
         """Give MPI the chunks that have left the device, message after message, so that none overtakes another."""
         with self._posting:
             while self._unposted and not until.posted:
-                if not self._unposted[0].post_chunks(wait):
-                    return
+                try:
+                    if not self._unposted[0].post_chunks(wait):
+                        return
+                except BaseException:
+                    self._unposted.popleft()  # it fails alone
+                    raise
                 self._unposted.popleft()
 
     @torch.inference_mode()  # the numbers only
