@@ -70,9 +70,14 @@ class Watchdog:
     def explain_timeout(self, row: int) -> str:
         """Who had not arrived at the operation that is under way in a group, given by its row in the logbook."""
         snapshot = self._logbook.snapshot()
-        self._line.tell(snapshot)
-        sight = self._line.ask()
-        group = next(group for group in RankState.of(snapshot).groups if group.row == row)
+        group = next((group for group in RankState.of(snapshot).groups if group.row == row), None)
+        try:
+            self._line.tell(snapshot)
+            sight = self._line.ask()
+        except OSError:
+            sight = Sight({}, [])
+        if group is None or not sight.states:
+            return "not all ranks came within the timeout"
         return f"{report.timed_out(group, sight)}\n{report.account(sight)}"
 
     def _look_on(self) -> None:
