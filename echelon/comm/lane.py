@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from echelon.comm.work import CollectiveWork, Note
-from echelon.launch.logbook import COUNT, ELEMENTS, OPERATION, SEQUENCE, Logbook
+from echelon.launch.logbook import COUNT, ELEMENTS, KEPT, LAST, SEQUENCE, Logbook
 
 
 class Lane:
@@ -46,11 +46,11 @@ class Lane:
         """Run now in this thread, if nothing is ahead."""
         if self.pending or not self.baton.acquire(False):
             return False
+        place = self._begin(note)
         try:
-            self._begin(note)
             function(*arguments)
         finally:
-            self._rows[self._row + OPERATION] = note[0]
+            self._rows[place] = note[0]
             self.baton.release()
         return True
 
@@ -84,12 +84,16 @@ class Lane:
         self.baton = allocate_lock()
         self.baton.acquire()
 
-    def _begin(self, note: Note) -> None:
+    def _begin(self, note: Note) -> int:
+        """Write down that an operation is under way; returns where to write that it is over."""
         rows, row = self._rows, self._row
-        rows[row + OPERATION] = note[0] + 1
+        number = rows[row + SEQUENCE] + 1
+        place: int = row + LAST + number % KEPT
+        rows[place] = note[0] + 1
         rows[row + ELEMENTS] = note[1]
         rows[row + COUNT] = next(self._count)
-        rows[row + SEQUENCE] += 1  # last: who reads in between sees the new one under an old number, and looks again
+        rows[row + SEQUENCE] = number  # last: until then nobody takes the new one for an old one
+        return place
 
     def _start(self) -> None:
         with self._starting:
@@ -101,8 +105,8 @@ class Lane:
     def _serve(self) -> None:
         while (work := self._arrivals.get()) is not None:
             with self.baton:
-                self._begin(work.note)
+                place = self._begin(work.note)
                 work.run()
-                self._rows[self._row + OPERATION] = work.note[0]
+                self._rows[place] = work.note[0]
             self.pending.popleft()
             work.finish()

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 FOLDER_VARIABLE = "ECHELON_LOGBOOKS"  # where the launcher wants them, each named by its rank
-# The columns of a row: operations begun; the last one, and whether it is under way; its elements; the rank's own count.
-SEQUENCE, OPERATION, ELEMENTS, COUNT = range(4)
-_COLUMNS = 4
+# The columns of a row: operations begun; the elements of the last one; the rank's own count; then the last operations,
+# number n at `LAST + n % KEPT`, each with whether it is under way.
+SEQUENCE, ELEMENTS, COUNT, LAST = range(4)
+KEPT = 8
+_COLUMNS = LAST + KEPT
 _ROWS = 2048
 _HEADER = _ROWS * _COLUMNS * 8  # where the header begins, with its length
 _BYTES = 2**20
@@ -38,6 +40,7 @@ class GroupState:
     sequence: int
     under_way: bool
     operation: str
+    before: dict[int, str]  # the operations before it, by number, as far as they are known
     elements: int
     count: int  # by which a rank's operations in all its groups are in order
     message: Message | None
@@ -68,11 +71,14 @@ class RankState:
         groups = []
         rows = [(int(row), group, snapshot["rows"][int(row)]) for row, group in header["groups"].items()]
         for row, (name, dimension, runs, timeout), columns in rows + [(-1, *closed) for closed in header["closed"]]:
-            sequence, operation, elements, count = columns
-            code, under_way = divmod(operation, 2)
-            text = names[code] if sequence and code < len(names) else ""
+            sequence, elements, count, *last = columns
+            # The oldest one may be the next already: its number is written last.
+            numbers = range(max(sequence - KEPT + 2, 1), sequence + 1)
+            texts = {n: names[code] for n in numbers if (code := last[n % KEPT] // 2) < len(names)}
             message = Message(*header["messages"][str(row)]) if str(row) in header["messages"] else None
-            begun = sequence, bool(under_way), text, elements, count, message
+            operation = texts.pop(sequence, "")
+            under_way = bool(last[sequence % KEPT] % 2)
+            begun = sequence, under_way, operation, texts, elements, count, message
             groups.append(GroupState(row * _COLUMNS, name, dimension, _unpacked(runs), timeout, *begun))
         return cls(header["rank"], header["ending"], header["code"], groups)
 

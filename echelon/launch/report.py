@@ -55,8 +55,8 @@ def never_completes(group: GroupState, sight: Sight) -> str:
     """Why an operation that a rank waits in cannot complete, if it cannot; else nothing."""
     if absent := gone(missing(group, sight.states), sight):
         return f"{operation_text(group)} can never complete: {_fates(absent, sight)}"
-    if others := _different(group, sight.states):
-        return f"the ranks' calls do not match: where some are in {operation_text(group)}, {others}"
+    if difference := _difference(group, sight.states):
+        return f"the ranks' calls do not match: {difference}"
     return ""
 
 
@@ -137,18 +137,16 @@ def _same(group: GroupState, state: RankState | None) -> GroupState | None:
     return next((there for there in state.groups if (there.name, there.ranks) == (group.name, group.ranks)), None)
 
 
-def _different(group: GroupState, states: dict[int, RankState]) -> str:
-    """Members that are in another operation at the same number."""
-    others: dict[str, list[int]] = {}
-    for rank in group.ranks:
-        there = _same(group, states.get(rank))
-        if (
-            there is not None
-            and there.under_way
-            and there.sequence == group.sequence
-            and there.operation != group.operation
-        ):
-            others.setdefault(there.operation, []).append(rank)
-    return ", ".join(
-        f"{ranks_text(ranks)} {'are' if len(ranks) > 1 else 'is'} in {name}" for name, ranks in others.items()
-    )
+def _difference(group: GroupState, states: dict[int, RankState]) -> str:
+    """The earliest number in which a member is stuck and for which others called another operation."""
+    members = {rank: there for rank in group.ranks if (there := _same(group, states.get(rank))) is not None}
+    for number in sorted({there.sequence for there in members.values() if there.under_way}):
+        calls: dict[str, list[int]] = {}
+        for rank, there in members.items():
+            called = there.operation if there.sequence == number else there.before.get(number, "")
+            if called and (there.under_way or there.sequence > number):
+                calls.setdefault(called, []).append(rank)
+        if len(calls) > 1:
+            each = ", ".join(f"{called} on {ranks_text(ranks)}" for called, ranks in calls.items())
+            return f"number {number} in {group_text(group)} is {each}"
+    return ""

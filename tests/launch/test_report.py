@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from echelon.launch.logbook import COUNT, ELEMENTS, OPERATION, SEQUENCE, Logbook, Message, RankState, read
+from echelon.launch.logbook import _HEADER, COUNT, ELEMENTS, KEPT, LAST, SEQUENCE, Logbook, Message, RankState, read
 from echelon.launch.report import account, exit_code, never_comes, never_completes, post_mortem, ranks_text, timed_out
 from echelon.launch.watch import Line, Sight, Watch
 
@@ -17,7 +17,7 @@ def book(rank: int, operation: str, sequence: int, *, under_way: bool, size: int
     logbook = Logbook(rank, file)
     row = logbook.open_row("0", list(range(size)), 60)
     logbook.describe_row(row, dimension="default_pg")
-    logbook.rows[row + OPERATION] = logbook.code(operation, "torch.float32") + under_way
+    logbook.rows[row + LAST + sequence % KEPT] = logbook.code(operation, "torch.float32") + under_way
     logbook.rows[row + ELEMENTS] = 1024
     logbook.rows[row + COUNT] = next(logbook.count)
     logbook.rows[row + SEQUENCE] = sequence
@@ -91,7 +91,7 @@ def test_ranks_are_kept_whole(ranks):
 @pytest.mark.parametrize("lack", ["rows", "bytes"])
 def test_a_full_book_leaves_groups_out(monkeypatch, lack):
     if lack == "bytes":
-        monkeypatch.setattr("echelon.launch.logbook._BYTES", 2**16 + 4096)
+        monkeypatch.setattr("echelon.launch.logbook._BYTES", _HEADER + 4096)
     logbook = Logbook(0)
     if lack == "rows":
         del logbook._free[:-5]
@@ -126,16 +126,37 @@ def test_waiting_for_the_dead_and_the_ended():
 def test_mismatch():
     books = [book(0, "all_reduce", 12, under_way=True), book(1, "barrier", 12, under_way=True)]
     [group] = RankState.of(books[0].snapshot()).groups
-    assert "rank 1 is in barrier" in never_completes(group, sight(*books))
+    assert never_completes(group, sight(*books)) == (
+        "the ranks' calls do not match: number 12 in the world is all_reduce of float32 on rank 0, "
+        "barrier of float32 on rank 1"
+    )
     finished = book(1, "barrier", 12, under_way=False)
     assert never_completes(group, sight(books[0], finished)) == ""
+
+
+def test_mismatch_that_some_have_passed():
+    """Rank 0 is stuck in number 12; for the others that was something else, and they went on."""
+    stuck = book(0, "all_reduce", 12, under_way=True)
+    further = [book(rank, "reduce_scatter", 15, under_way=True) for rank in (1, 2)]
+    for logbook in further:
+        for number in range(8, 15):
+            name = "barrier" if number == 12 else "all_reduce"
+            logbook.rows[LAST + number % KEPT] = logbook.code(name, "torch.float32")
+    seen = sight(stuck, *further)
+    for state in seen.states.values():
+        assert never_completes(state.groups[0], seen) == (
+            "the ranks' calls do not match: number 12 in the world is all_reduce of float32 on rank 0, "
+            "barrier of float32 on ranks 1, 2"
+        )
+    ahead = [book(rank, "reduce_scatter", 30, under_way=True) for rank in (1, 2)]  # too far to know
+    assert never_completes(RankState.of(stuck.snapshot()).groups[0], sight(stuck, *ahead)) == ""
 
 
 def test_groups_are_named_by_their_dimension():
     logbook = Logbook(1)
     row = logbook.open_row("7", [1, 3], 60)
     logbook.describe_row(row, dimension="mesh_dp")
-    logbook.rows[row + OPERATION] = logbook.code("all_gather", "torch.bfloat16") + 1
+    logbook.rows[row + LAST + 4] = logbook.code("all_gather", "torch.bfloat16") + 1
     logbook.rows[row + SEQUENCE] = 4
     [group] = RankState.of(logbook.snapshot()).groups
     assert timed_out(group, sight(logbook)) == (
