@@ -2,7 +2,8 @@
 
 Collectives go through the GPU's own memory where all ranks share one GPU, which they find out together in the first
 collective on the device; else straight to MPI where that is CUDA-aware, else through pinned memory: there the library,
-which is the same on all ranks, decides. Messages, at whose start only two ranks meet, go one of the latter ways.
+which is the same on all ranks, decides. Messages, at whose start only two ranks meet, go one of the latter ways, and
+there find out for themselves whether the two share a GPU (`transports.messages`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from echelon.comm.streams import Ordering
 from echelon.comm.transports import Transport
 from echelon.comm.transports.direct import DirectTransport, cuda_aware
+from echelon.comm.transports.gpu_memory import outboxes
 from echelon.comm.transports.shared import share_gpu
 from echelon.comm.transports.staged import StagedTransport
 
@@ -40,8 +42,11 @@ class Devices:
     def for_messages(self, device: torch.device) -> Transport:
         with self._lock:
             if device not in self._messages:
-                kind = DirectTransport if cuda_aware() else StagedTransport
-                self._messages[device] = kind(self._host, device)
+                self._messages[device] = (
+                    DirectTransport(self._host, device)
+                    if cuda_aware()
+                    else StagedTransport(self._host, device, outboxes.of(device))
+                )
             return self._messages[device]
 
     def for_collectives(self, device: torch.device) -> Transport:
@@ -58,3 +63,4 @@ class Devices:
         for transport in self._collectives.values():
             transport.close()
         self._collectives.clear()
+        self._messages.clear()

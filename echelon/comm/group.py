@@ -49,6 +49,7 @@ from echelon.comm.profile import begin, profiling
 from echelon.comm.reduction import plain_operations, resolve
 from echelon.comm.streams import Ordering
 from echelon.comm.transports import Transport, copy_memory
+from echelon.comm.transports.gpu_memory import outboxes
 from echelon.comm.watchdog import logbook
 from echelon.comm.work import CollectiveWork, MessageWork, PostOffice
 from echelon.launch.logbook import Message
@@ -444,6 +445,7 @@ def finish_groups() -> None:
     for group in list(_groups):
         group.finish()
         group._devices.close()
+    outboxes.close()
     _post_office.close()
 
 

@@ -207,23 +207,16 @@ class MessageWork(_EchelonWork):
 
     def _settle(self, step: Callable[[], bool | None]) -> None:
         try:
-            if self.ordering is None:
-                over = self._advance(step)
-            else:
-                over = self.ordering.run(self._outputs, self._advance, step)
-            if not over:
+            if step() is False:
                 return
+            if self.ordering is not None:
+                self.ordering.run(self._outputs, self._arrived or _nothing)
+            elif self._arrived is not None:
+                self._arrived()
         except Exception as error:
             self._error = error
         self._held = self._arrived = None
         self.finish()
-
-    def _advance(self, step: Callable[[], bool | None]) -> bool:
-        if step() is False:
-            return False
-        if self._arrived is not None:
-            self._arrived()
-        return True
 
 
 class PostOffice:
@@ -280,6 +273,10 @@ class PostOffice:
                     self._in_hand = []
                     idle = 0 if self._under_way else idle + 1
                     self._asleep = idle >= self._LINGER
+
+
+def _nothing() -> None:
+    pass
 
 
 @cache

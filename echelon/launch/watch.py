@@ -121,7 +121,7 @@ class Watch:
 
     def _forget(self) -> None:
         """In a forked child: leave the lines to the parent, whose end would otherwise go unnoticed."""
-        for key in list(self._selector.get_map().values()):
+        for key in list((self._selector.get_map() or {}).values()):  # None: closed already
             with contextlib.suppress(OSError):
                 os.close(key.fd)
 

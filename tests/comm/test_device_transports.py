@@ -6,6 +6,8 @@ The GPU's own part is in tests/gpu. Chunks and mailboxes are made small, so that
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -15,8 +17,9 @@ import torch.distributed as dist
 
 from echelon.comm import operations
 from echelon.comm.reduction import resolve
-from echelon.comm.transports import shared, staged
+from echelon.comm.transports import gpu_memory, messages, shared, staged
 from echelon.comm.transports.direct import DirectTransport
+from echelon.comm.transports.gpu_memory import Outbox
 from echelon.comm.transports.shared import SharedTransport
 from echelon.comm.transports.staged import StagedTransport
 from tests.comm.data import DTYPES, assert_same, dtype_of, op_of, operations_of, reduced, values
@@ -26,19 +29,44 @@ RANKS = 3
 SMALL = 192  # bytes
 
 
+class FileOutbox(Outbox):
+    """A file stands for the GPU's memory."""
+
+    def __init__(self, place: str, file: str) -> None:
+        self._file = file
+        with mock.patch.object(gpu_memory, "place_of", return_value=place):
+            super().__init__(torch.device("cpu"))
+
+    def show(self) -> str:
+        return self._file
+
+    def open(self, handle: str) -> torch.Tensor:
+        if "cannot" in handle:
+            raise RuntimeError("no access")
+        return mapped(handle, 2 * gpu_memory._SLOTS * gpu_memory.HALF)
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        return mapped(self._file, size)
+
+
+def mapped(file: str, size: int) -> torch.Tensor:
+    return torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
+
+
 def transport(kind: str, folder: str):
     """One over this rank's own MPI transport; mailboxes are files here."""
-    host = dist.group.WORLD._transport
-    if kind == "staged":
-        return StagedTransport(host, torch.device("cpu"))
+    host, device = dist.group.WORLD._transport, torch.device("cpu")
     if kind == "direct":
-        return DirectTransport(host, torch.device("cpu"))
-    boxes = [
-        torch.from_file(str(Path(folder) / str(rank)), shared=True, size=2 * shared.HALF, dtype=torch.uint8)
-        for rank in range(host.size)
-    ]
+        return DirectTransport(host, device)
+    place = str(host.rank) if kind == "staged" else "one place"
+    name = "cannot be opened" if kind == "refused" else "outbox"
+    outbox = FileOutbox(place, str(Path(folder) / f"{name} {host.rank}"))
+    by_host = StagedTransport(host, device, outbox)
+    if kind != "shared":
+        return by_host
+    boxes = [mapped(str(Path(folder) / str(rank)), 2 * shared.HALF) for rank in range(host.size)]
     host.barrier()
-    return SharedTransport(host, StagedTransport(host, torch.device("cpu")), boxes)
+    return SharedTransport(host, by_host, boxes)
 
 
 def small(function):
@@ -48,6 +76,9 @@ def small(function):
     def body(*arguments):
         with (
             mock.patch.object(staged, "CHUNK", SMALL),
+            mock.patch.object(messages, "CHUNK", SMALL),
+            mock.patch.object(messages, "SHARED_FROM", SMALL),
+            mock.patch.object(gpu_memory, "HALF", SMALL),
             mock.patch.object(shared, "HALF", SMALL),
             mock.patch.object(shared, "_STAGED", 0),
         ):
@@ -93,8 +124,14 @@ def check(kind: str, dtype_name: str, folder: str) -> None:
     over.close()
 
 
+def drive(requests: list) -> None:
+    """As the post office does with messages that nobody waits for."""
+    while requests := [request for request in requests if not request.test()]:
+        time.sleep(1e-4)
+
+
 @small
-def messages(kind: str, folder: str) -> None:
+def exchange(kind: str, folder: str) -> None:
     """Of all sizes at once, in chunks: none overtakes another, and any source is told apart."""
     over = transport(kind, folder)
     rank, size = over.rank, over.size
@@ -103,11 +140,11 @@ def messages(kind: str, folder: str) -> None:
     sends = [over.send(torch.full((count,), rank * 1000.0 + count), to, 5) for count in sizes]
     buffers = [torch.empty(count) for count in sizes]
     receives = [over.receive(buffer, source, 5) for buffer in buffers]
+    driver = threading.Thread(target=drive, args=(sends,))
+    driver.start()
     for request in reversed(receives):
         request.wait()
-    for request in sends:
-        while not request.test():
-            pass
+    driver.join()
     assert [buffer.tolist() for buffer in buffers] == [[source * 1000.0 + count] * count for count in sizes]
     if rank == 0:
         found = {}
@@ -118,6 +155,22 @@ def messages(kind: str, folder: str) -> None:
         assert found == {r: [float(r)] for r in range(1, size)}
     else:
         over.send(torch.full((300,), float(rank)), 0, 6).wait()
+    if isinstance(over, SharedTransport | StagedTransport):
+        talk = (over._by_host if kind == "shared" else over)._messages
+        assert set(talk._readers.values()) == {kind == "shared"}
+        assert talk._outbox.take() is not None
+        assert talk._outbox.take() is not None
+        assert talk._outbox.take() is None
+
+
+@small
+def wrong_size() -> None:
+    over = StagedTransport(dist.group.WORLD._transport, torch.device("cpu"), FileOutbox("", ""))
+    if over.rank == 0:
+        over.send(torch.zeros(100), 1, 0)
+    else:
+        with pytest.raises(RuntimeError, match="a message of 400 bytes came from rank 0 for a tensor of 404"):
+            over.receive(torch.zeros(101), 0, 0).wait()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,6 +179,10 @@ def test_operations(ranks, tmp_path, kind, dtype):
     ranks(RANKS, check, kind, dtype, str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "refused"])
 def test_messages(ranks, tmp_path, kind):
-    ranks(RANKS, messages, kind, str(tmp_path))
+    ranks(RANKS, exchange, kind, str(tmp_path))
+
+
+def test_message_of_another_size(ranks):
+    ranks(2, wrong_size)

@@ -29,7 +29,7 @@ SAYS = {
     "late": r"\(number \d+\) in the world was not complete after the timeout of 3 s: rank {victim} had not arrived",
     "silent": r"was not complete after the timeout of 3 s(?s:.*)rank {victim}: waiting for a message from rank {next}",
     # Unchecked, some pairs of operations exchange their bytes all the same, or MPI itself complains.
-    "another": r"do not match: number {number} in the world is .*{another} of float32 on rank {victim}\b|rank \d+ raised",
+    "another": r"do not match: number {number} in the world is .*{another} of float32 on rank {victim}|rank \d+ raised",
     "another-checked": r"the ranks' calls do not match: .*rank {victim}: {another}",
     "shape-checked": r"the ranks' calls do not match: .*rank {victim}: all_reduce\(float32\[7\], sum\)",
     "dtype-checked": r"the ranks' calls do not match: .*rank {victim}: all_reduce\(int32\[6\], sum\)",

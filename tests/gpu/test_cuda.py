@@ -5,6 +5,8 @@ Each test runs over both ways that such ranks have: the GPU's own memory, and pi
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.comm import transports
+from echelon.comm.transports.messages import SHARED_FROM
 from echelon.comm.transports.shared import SharedTransport
 from echelon.comm.transports.staged import StagedTransport
 from tests.comm.data import DTYPES, operations_of
@@ -28,7 +32,8 @@ STEPS = 4
 
 
 def choose(way: str, group: dist.ProcessGroup | None = None) -> None:
-    """Send the group's collectives that way."""
+    """Send the group's tensors that way."""
+    transports.messages.SHARED_FROM = SHARED_FROM if way == "shared" else math.inf
     devices = (group or dist.group.WORLD)._devices
     devices.close()
     if way == "staged":
@@ -152,6 +157,45 @@ def messages(way: str) -> None:
         assert seen == {r: [float(r)] for r in range(1, size)}
     else:
         dist.send(torch.full((2**21,), float(rank), device=DEVICE), 0)
+    many = [dist.isend(torch.full((2**20,), float(n), device=DEVICE), to, tag=n) for n in range(9)]  # more than slots
+    for n in reversed(range(9)):
+        dist.recv(x := torch.zeros(2**20, device=DEVICE), source, tag=n)
+        assert x.unique().tolist() == [float(n)]
+    for work in many:
+        work.wait()
+    readers = dist.group.WORLD._devices.for_messages(DEVICE)._messages._readers
+    assert bool(readers) == (way == "shared")
+    assert all(readers.values())
+
+
+def messages_and_streams(way: str) -> None:
+    """A message comes after what precedes on the sender's stream, and before what follows on the receiver's."""
+    choose(way)
+    rank = dist.get_rank()
+    mine, busy = torch.cuda.Stream(), torch.cuda.Stream()
+    end = torch.cuda.Event()
+
+    def pass_on(count: int) -> None:
+        with torch.cuda.stream(mine):
+            x = torch.zeros(count, device=DEVICE)
+            torch.cuda._sleep(20_000_000)
+            if rank == 0:
+                x += 1
+                dist.send(x, 1)
+            elif rank == 1:
+                dist.recv(x, 0)
+                x *= 2
+                assert x.unique().tolist() == [2.0]
+
+    pass_on(LARGE)  # to allocate, or to show, memory waits for the device
+    dist.barrier()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(3_000_000_000)
+        end.record()
+    for count in (1000, LARGE):
+        pass_on(count)
+    assert not end.query(), "the device was synchronised"
+    busy.synchronize()
 
 
 def net() -> nn.Sequential:
@@ -195,6 +239,7 @@ def training(way: str, strategy: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(parameters, alone, strict=True))
 
 
+BODIES = (large, streams, several_streams, futures, messages, messages_and_streams)
 ways = pytest.mark.parametrize("way", WAYS)
 
 
@@ -207,7 +252,9 @@ def test_operation(ranks, operation, way):
 
 @ways
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("body", [large, streams, several_streams, futures, messages], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [large, streams, several_streams, futures, messages, messages_and_streams], ids=lambda body: body.__name__
+)
 def test_body(ranks, body, size, way):
     ranks(size, body, way, timeout=120)
 

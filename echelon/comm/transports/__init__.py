@@ -92,6 +92,12 @@ def completes(test: Callable[[], bool], timeout: timedelta) -> bool:
     return True
 
 
+def parts(count: int, size: int) -> list[slice]:
+    """`count` things, in runs of `size`."""
+    size = max(size, 1)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
 def copy_memory(target: Tensor, source: Tensor) -> None:
     """Copy values, as a wire would: autograd has no part in it, whatever mode the caller or this thread is in."""
     if not (target.requires_grad or source.requires_grad or target.is_inference()):

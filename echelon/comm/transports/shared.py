@@ -7,8 +7,6 @@ later, when the barrier between has shown that its readers are done. Nothing lea
 
 from __future__ import annotations
 
-import ast
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -16,10 +14,9 @@ import torch
 from torch import Tensor
 
 from echelon.comm import algorithms
-from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, show
-from echelon.comm.transports.staged import parts
+from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, gpu_memory, parts, show
+from echelon.comm.transports.gpu_memory import HALF
 
-HALF = 2**24  # bytes
 _STAGED = 2**18  # bytes below which the turn's barrier costs more than the way over the host (benchmarks/h200/comm.py)
 
 
@@ -123,23 +120,24 @@ class SharedTransport:
 
 def share_gpu(host: Transport, by_host: Transport, device: torch.device) -> SharedTransport | None:
     """A transport through the GPU's own memory, if all ranks are on this one and can show it to each other."""
-    where = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-    if len(set(show(host, where))) > 1:
+    if len(set(show(host, gpu_memory.place_of(device)))) > 1:
         return None
-    mine: list[torch.UntypedStorage] = []
+    mine: list[Tensor] = []
     mailboxes: list[Tensor] = []
 
     def offer() -> str:
-        mine.append(torch.empty(2 * HALF, dtype=torch.uint8, device=device).untyped_storage())
+        mine.append(torch.empty(2 * HALF, dtype=torch.uint8, device=device))
         torch.cuda.current_stream(device).synchronize()
-        return repr(mine[0]._share_cuda_())
+        return "\n".join("mine" if rank == host.rank else gpu_memory.show(mine[0]) for rank in range(host.size))
 
     offered = show(host, _attempt(offer))
 
     def open_all() -> str:
-        for rank, handle in enumerate(offered):
-            storage = mine[0] if rank == host.rank and mine else _opened(handle)
-            mailboxes.append(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+        for rank, handles in enumerate(offered):
+            if rank == host.rank and mine:
+                mailboxes.append(mine[0])
+            else:
+                mailboxes.append(gpu_memory.opened(handles.splitlines()[host.rank], device))
         return ""
 
     if any(show(host, _attempt(open_all))):
@@ -147,16 +145,11 @@ def share_gpu(host: Transport, by_host: Transport, device: torch.device) -> Shar
     return SharedTransport(host, by_host, mailboxes)
 
 
-def _opened(handle: str) -> torch.UntypedStorage:
-    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(*ast.literal_eval(handle))
-    return storage
-
-
 def _attempt(function: Callable[[], str]) -> str:
     """What it returns, or what it raises, in words: the other ranks must know either way."""
     try:
         return function()
-    except (RuntimeError, ValueError, SyntaxError) as error:
+    except (RuntimeError, ValueError, SyntaxError, IndexError) as error:
         return f"failed: {error}"
 
 

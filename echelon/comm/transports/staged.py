@@ -7,24 +7,21 @@ The code asks PyTorch for the module of the device, and so runs on the CPU as we
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import count, cycle
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.comm.transports import Parcel, Request, Transport, copy_to_self
+from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, parts
+from echelon.comm.transports.gpu_memory import Outbox
+from echelon.comm.transports.messages import CHUNK, DeviceMessages
 
-CHUNK = 2**22  # bytes: as many as MPI moves fastest (benchmarks/h200/comm.py)
 _DEPTH = 3
-_HEADER = 64  # bytes before a message's first chunk, for the tag of the others
-_CHUNK_TAGS = 2**14  # the highest tags of MPI, which are for them
-_serial = count()  # of all messages of this process, whatever their device and group
 
 
 @dataclass
@@ -51,7 +48,7 @@ class _Slot:
 class StagedTransport:
     """`host`, for the tensors of a device."""
 
-    def __init__(self, host: Transport, device: torch.device) -> None:
+    def __init__(self, host: Transport, device: torch.device, outbox: Outbox) -> None:
         self.name = f"{host.name}, staged"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
         self.highest_tag = host.highest_tag
@@ -61,9 +58,7 @@ class StagedTransport:
         place = {"device": device} if device.type == "cuda" else {}  # or it would be the thread's current device
         self._in, self._out = (self._device.Stream(**place) for _ in range(2))
         self._slots = [_Slot(self._device.Event(), self._device.Event()) for _ in range(_DEPTH)]
-        self._unposted: deque[_StagedSend] = deque()
-        self._posting = threading.RLock()
-        self._chunk_tags = host.highest_tag - _CHUNK_TAGS
+        self._messages = DeviceMessages(host, device, outbox)
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
         def run(chunk: Tensor, _: Tensor) -> None:
@@ -131,60 +126,14 @@ class StagedTransport:
     def barrier(self, timeout: timedelta | None = None) -> None:
         self._host.barrier(timeout)
 
-    @torch.inference_mode()
     def send(self, tensor: Tensor, rank: int, tag: int) -> Request:
-        """The first chunk carries the tag of the others: a receiver need not know beforehand who sends."""
-        if not 0 <= tag < self._chunk_tags:
-            raise ValueError(f"messages of device tensors have tags from 0 to {self._chunk_tags - 1}, and not {tag}")
-        further = self._chunk_tags + next(_serial) % _CHUNK_TAGS
-        staged = self._pinned(_HEADER + tensor.nbytes)
-        staged[:8].view(torch.int64).fill_(further)
-        source, target = tensor.view(-1).view(torch.uint8), staged[_HEADER:]
-        self._in.wait_stream(self._device.current_stream())
-        chunks = []
-        with self._device.stream(self._in):
-            for part in parts(max(tensor.nbytes, 1), CHUNK):
-                target[part].copy_(source[part], non_blocking=True)
-                ready = self._device.Event()
-                ready.record(self._in)
-                begin = 0 if part.start == 0 else _HEADER + part.start
-                chunks.append((ready, staged[begin : _HEADER + part.stop]))
-
-        def post(number: int, chunk: Tensor) -> Request:
-            return self._host.send(chunk, rank, tag if number == 0 else further)
-
-        send = _StagedSend(self, chunks, post)
-        with self._posting:
-            self._unposted.append(send)
-        self.post(send, wait=False)
-        return send
+        return self._messages.send(tensor, rank, tag)
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int) -> Request:
-        staged = self._pinned(_HEADER + tensor.nbytes)
-
-        @torch.inference_mode()
-        def finish() -> None:
-            self._out.wait_stream(self._device.current_stream())
-            with self._device.stream(self._out):
-                tensor.view(-1).view(torch.uint8).copy_(staged[_HEADER:], non_blocking=True)
-            self._device.current_stream().wait_stream(self._out)
-
-        return _StagedReceive(self._host, staged, rank, tag, finish)
+        return self._messages.receive(tensor, rank, tag)
 
     def close(self) -> None:
         """The host's transport is closed by the group that it belongs to."""
-
-    def post(self, until: _StagedSend, wait: bool) -> None:
-        """Give MPI the chunks that have left the device, message after message, so that none overtakes another."""
-        with self._posting:
-            while self._unposted and not until.posted:
-                try:
-                    if not self._unposted[0].post_chunks(wait):
-                        return
-                except BaseException:
-                    self._unposted.popleft()  # it fails alone
-                    raise
-                self._unposted.popleft()
 
     @torch.inference_mode()  # the numbers only
     def _do(self, steps: Iterable[Step]) -> None:
@@ -235,94 +184,6 @@ class StagedTransport:
 
     def _pinned(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
-
-
-class _StagedSend:
-    """A message whose chunks become MPI's, in order, as they leave the device."""
-
-    def __init__(
-        self, transport: StagedTransport, chunks: list[tuple[Any, Tensor]], post: Callable[[int, Tensor], Request]
-    ) -> None:
-        self._transport = transport
-        self._chunks = chunks
-        self._post = post
-        self._requests: list[Request] = []
-
-    @property
-    def posted(self) -> bool:
-        return len(self._requests) == len(self._chunks)
-
-    def post_chunks(self, wait: bool) -> bool:
-        """True once all are posted."""
-        for number in range(len(self._requests), len(self._chunks)):
-            ready, chunk = self._chunks[number]
-            if wait:
-                ready.synchronize()
-            elif not ready.query():
-                return False
-            self._requests.append(self._post(number, chunk))
-        return True
-
-    def wait(self) -> None:
-        self._transport.post(self, wait=True)
-        for request in self._requests:
-            request.wait()
-
-    def test(self) -> bool:
-        self._transport.post(self, wait=False)
-        return self.posted and all(request.test() for request in self._requests)
-
-    def source(self) -> int:
-        return self._transport.rank
-
-
-class _StagedReceive:
-    """A message that comes in chunks: when the first is here, it is known who sent it and how the others are marked."""
-
-    def __init__(self, host: Transport, staged: Tensor, rank: int | None, tag: int, finish: Callable[[], None]) -> None:
-        self._host = host
-        self._staged = staged
-        self._finish = finish
-        self._first = host.receive(staged[: _HEADER + CHUNK], rank, tag)
-        self._rest: list[Request] | None = None
-        self._done = False
-
-    def wait(self) -> None:
-        if self._rest is None:
-            self._first.wait()
-        for request in self._further():
-            request.wait()
-        self._end()
-
-    def test(self) -> bool:
-        if self._rest is None and not self._first.test():
-            return False
-        if not all(request.test() for request in self._further()):
-            return False
-        self._end()
-        return True
-
-    def source(self) -> int:
-        return self._first.source()
-
-    def _further(self) -> list[Request]:
-        if self._rest is None:
-            tag, source = int(self._staged[:8].view(torch.int64)), self._first.source()
-            body = self._staged[_HEADER:]
-            later = [part for part in parts(body.numel(), CHUNK) if part.start]
-            self._rest = [self._host.receive(body[part], source, tag) for part in later]
-        return self._rest
-
-    def _end(self) -> None:
-        if not self._done:
-            self._done = True
-            self._finish()
-
-
-def parts(count: int, size: int) -> list[slice]:
-    """`count` things, in runs of `size`."""
-    size = max(size, 1)
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _chunks(tensor: Tensor) -> list[Tensor]:
