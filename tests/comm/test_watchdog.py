@@ -62,12 +62,13 @@ def suffer(fault: Fault, size: int) -> None:
     assert re.search(says, text), context
     assert job.returncode in CODES.get(fault.kind, (1,)), context
     # Every operation that is named has its right number. The survivors are at the victim's, or a little further: the
-    # root of a broadcast waits for nobody. The victim's last call may have been asynchronous, and not have begun.
+    # root of a broadcast waits for nobody. The victim's last calls may have been asynchronous, and not have begun.
     named = [(name, int(number)) for name, number in re.findall(_NUMBERED, text)]
     wrong = [pair for pair in named if steps[pair[1] - 1] != pair[0]]
     if not fault.kind.startswith("another"):
         assert not wrong, context
-        assert fault.moment <= max(number for _, number in named), context
+        begun = max(number for number in range(fault.moment + 1) if number == 0 or steps[number - 1] != "all_reduce")
+        assert begun <= max(number for _, number in named), context
     processes = [int(number) for number in re.findall(r"PROCESS (\d+)", job.stdout)]
     assert len(processes) == size, context
     assert not any(map(alive, processes)), context

@@ -157,10 +157,11 @@ def messages(way: str) -> None:
         assert seen == {r: [float(r)] for r in range(1, size)}
     else:
         dist.send(torch.full((2**21,), float(rank), device=DEVICE), 0)
-    many = [dist.isend(torch.full((2**20,), float(n), device=DEVICE), to, tag=n) for n in range(9)]  # more than slots
-    for n in reversed(range(9)):
-        dist.recv(x := torch.zeros(2**20, device=DEVICE), source, tag=n)
-        assert x.unique().tolist() == [float(n)]
+    tags = range(10, 19)  # more messages than an outbox has slots
+    many = [dist.isend(torch.full((2**20,), float(tag), device=DEVICE), to, tag=tag) for tag in tags]
+    for tag in reversed(tags):
+        dist.recv(x := torch.zeros(2**20, device=DEVICE), source, tag=tag)
+        assert x.unique().tolist() == [float(tag)]
     for work in many:
         work.wait()
     readers = dist.group.WORLD._devices.for_messages(DEVICE)._messages._readers
