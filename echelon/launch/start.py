@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,7 @@ def run(job: Job, mpi: Installation) -> int:
             preexec_fn=_end_with_parent,  # noqa: PLW1509 (this process has one thread, as yet)
         )
         watch.start()
+        threading.Thread(target=_see_to_the_end, args=(process, identifier, watch), daemon=True).start()
         try:
             with _signals_passed_to(process) as received:
                 if process.stdout is not None:
@@ -165,6 +167,14 @@ def _print_prefixed(lines: IO[bytes]) -> None:
 
 def _exit_code(status: int) -> int:
     return 128 - status if status < 0 else status
+
+
+def _see_to_the_end(process: subprocess.Popen[bytes], identifier: str, watch: Watch) -> None:
+    """A job that has failed ends, even if MPI's launcher does not notice that a rank has left."""
+    while process.poll() is None:
+        time.sleep(0.5)
+        if watch.since_failure() > _GRACE_SECONDS:
+            _kill_rest(process, identifier)
 
 
 def _kill_rest(process: subprocess.Popen[bytes], identifier: str) -> None:

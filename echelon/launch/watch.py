@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import os
 import resource
 import secrets
 import selectors
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ class Watch:
         self._latest: dict[int, Any] = {}
         self._fallen: list[int] = []
         self._failure = ""
+        self._failed = math.inf
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake, waker = socket.socketpair()
@@ -66,6 +69,10 @@ class Watch:
         self._thread.join()
         self._selector.close()
         self._listener.close()
+
+    def since_failure(self) -> float:
+        """Seconds since a rank handed in why the job fails; less than 0 if none has."""
+        return time.monotonic() - self._failed
 
     def sight(self) -> Sight:
         snapshots = dict(self._latest)
@@ -110,7 +117,8 @@ class Watch:
             self._latest[visitor.rank] = message["state"]
         if "failure" in message:
             visitor.say({"first": not self._failure})
-            self._failure = self._failure or str(message["failure"])
+            if not self._failure:
+                self._failure, self._failed = str(message["failure"]), time.monotonic()
         if "farewell" in message:
             visitor.leaving = True
             if RankState.of(message["state"]).code:

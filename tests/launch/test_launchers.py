@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.launch.find import find
+from echelon.launch import start
+from echelon.launch.find import Installation, find
+from echelon.launch.logbook import Logbook
 from echelon.launch.start import Job, command_line
 from tests.launch.jobs import ROOT, SCRIPTS, echelon, environment, result, run
 from tests.pool import alive
@@ -147,3 +149,17 @@ def _alive(output: str) -> list[int]:
 
 if os.environ.get("ECHELON_JOB"):
     raise RuntimeError("these tests start jobs of their own: do not run them inside one")
+
+
+def test_a_failed_job_ends_although_its_launcher_does_not(tmp_path, capfd):
+    """A rank hands in a failure; the launcher of MPI, here one that knows no end, is not waited for."""
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text('#!/bin/sh\nshift 2\n"$@" &\nwhile true; do sleep 1; done\n')
+    launcher.chmod(0o755)
+    words = "import os, time; from echelon.launch.watch import Line; line = Line(os.environ['ECHELON_WATCH'], 0)"
+    rank = f"{words}; line.tell({Logbook(0).snapshot()}); line.fail('on purpose'); time.sleep(100)"
+    mpi = Installation(launcher, "MPICH", "0", tmp_path / "libmpi.so", from_pip=False)
+    started = time.monotonic()
+    assert start.run(start.Job(1, [sys.executable, "-c", rank]), mpi) == 1
+    assert time.monotonic() - started < 15
+    assert capfd.readouterr().err == "echelon: on purpose\n"
