@@ -90,11 +90,8 @@ def streams(way: str) -> None:
     size = dist.get_world_size()
     mine, busy = torch.cuda.Stream(), torch.cuda.Stream()
     end = torch.cuda.Event()
-    with torch.cuda.stream(busy):
-        torch.cuda._sleep(3_000_000_000)  # a second or two
-        end.record()
-    results = []
-    for asynchronous in (False, True):
+
+    def reduced(asynchronous: bool) -> Tensor:
         with torch.cuda.stream(mine):
             x = torch.zeros(2**20, device=DEVICE)
             torch.cuda._sleep(20_000_000)
@@ -102,7 +99,14 @@ def streams(way: str) -> None:
             work = dist.all_reduce(x, async_op=asynchronous)
             if work is not None:
                 work.wait()
-            results.append(x * 2)
+            return x * 2
+
+    reduced(True)  # the first use of a kernel, or of memory, waits for the device
+    dist.barrier()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(3_000_000_000)  # a second or two
+        end.record()
+    results = [reduced(asynchronous) for asynchronous in (False, True)]
     assert not end.query(), "the device was synchronised"
     mine.synchronize()
     for result in results:
@@ -188,7 +192,8 @@ def messages_and_streams(way: str) -> None:
                 x *= 2
                 assert x.unique().tolist() == [2.0]
 
-    pass_on(LARGE)  # to allocate, or to show, memory waits for the device
+    for count in (1000, LARGE):
+        pass_on(count)
     dist.barrier()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(3_000_000_000)
