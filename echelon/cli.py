@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -14,6 +15,7 @@ from echelon.doctor import examine
 from echelon.launch.find import NoMPI, find
 from echelon.launch.start import Job
 from echelon.launch.start import run as start
+from echelon.trace.command import trace
 
 app = typer.Typer(
     help="MPI-driven deep learning on the PyTorch that people already have.",
@@ -35,16 +37,23 @@ def run(
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")] = 1,
     hosts: Annotated[str, typer.Option(help="Where: host1,host2 or host1:4,host2:4 (default: here).")] = "",
     prefix: Annotated[bool, typer.Option("--prefix", help="Begin each line of output with its rank.")] = False,
+    record: Annotated[
+        Optional[Path], typer.Option(help="A new folder for a record of all communication, for `echelon trace`.")
+    ] = None,
 ) -> None:
     """Run a script on several ranks, with the machine's own MPI."""
+    if record is not None and record.exists() and (not record.is_dir() or any(record.iterdir())):
+        _fail(f"{record} exists and is not an empty folder: a record needs one of its own")
     try:
         mpi = find(passed_over=lambda other: _say(f"passing over {other.mpiexec}: {other.reason}"))
     except NoMPI as error:
         _fail(str(error))
-    job = Job(
-        ranks, [sys.executable, script, *(arguments or [])], tuple(host for host in hosts.split(",") if host), prefix
-    )
+    command = [sys.executable, script, *(arguments or [])]
+    job = Job(ranks, command, tuple(host for host in hosts.split(",") if host), prefix, record)
     raise typer.Exit(start(job, mpi))
+
+
+app.command()(trace)
 
 
 @app.command()

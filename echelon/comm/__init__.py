@@ -1,1 +1,17 @@
 """The process group, and all that moves bytes behind it."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.comm.recorder import record
+
+__all__ = ["record"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first used: `import torch` passes through here."""
+    if name == "record":
+        from echelon.comm.recorder import record
+
+        return record
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,13 +46,16 @@ from echelon.comm.devices import Devices
 from echelon.comm.lane import Lane
 from echelon.comm.monitored_barrier import pass_barrier
 from echelon.comm.profile import begin, profiling
+from echelon.comm.recorder import Tap, dimension_of, recorder
+from echelon.comm.records import Record, now
 from echelon.comm.reduction import plain_operations, resolve
 from echelon.comm.streams import Ordering
+from echelon.comm.torch_compat import announce, watched_by_modes
 from echelon.comm.transports import Transport, copy_memory
 from echelon.comm.transports.gpu_memory import outboxes
 from echelon.comm.watchdog import logbook
 from echelon.comm.work import CollectiveWork, MessageWork, PostOffice
-from echelon.launch.logbook import Message
+from echelon.launch.logbook import SEQUENCE, Message
 
 BACKEND = "echelon"
 _SEND, _RECEIVE = "a message to", "a message from"
@@ -109,6 +112,7 @@ class EchelonGroup(ProcessGroup):
             and not tensor.is_sparse
             and tensor.is_contiguous()
             and not profiling()
+            and not recorder.logs
             and self._lane.try_call(
                 (self._logbook.code("all_reduce", tensor.dtype), tensor.numel()),
                 self._transport.all_reduce,
@@ -348,39 +352,65 @@ class EchelonGroup(ProcessGroup):
             # Fake tensors have shapes and no memory: as over PyTorch's own backends, nothing is communicated.
             return CollectiveWork.done(outputs) if opts.asyncOp else None
         call = operations.Call(operation, arguments)
+        if watched_by_modes():
+            announce(call.name, several=operation is operations.one_after_another)
+        tap = Tap(self._record(call.name, call.dtype, call.payload(self.size()))) if recorder.logs else None
         device = next((tensor.device for tensor in call.tensors if not tensor.is_cpu), None)
         if device is not None and self._make_nccl is not None:
-            operation(self._nccl(device), *arguments)  # only enqueues: nothing to wait for, and no need of the lane
+            self._do(call, self._nccl(device), tap)  # only enqueues: nothing to wait for, and no need of the lane
             return CollectiveWork.done(outputs) if opts.asyncOp else None
         note = self._logbook.code(call.name, call.dtype), call.elements
         ordering = None if device is None else self._devices.ordering(device)
         end = begin(call.name, call.inputs) if profiling() else None
+        record = None if tap is None else tap.record
         if opts.asyncOp:
-            work = self._lane.post(outputs, note, self._carry_out, call, ordering, end)
-            work.ordering = ordering
-            return work
-        self._lane.call(note, self._carry_out, call, ordering, end)
+            carry_out = self._carry_out, call, ordering, tap, end
+            return self._lane.post(outputs, note, *carry_out, ordering=ordering, record=record)
+        self._lane.call(note, self._carry_out, call, ordering, tap, end)
         if ordering is not None:
             ordering.join()
+        if record is not None:
+            record.blocked = now() - record.enqueued
         return None
 
     def _carry_out(
-        self, call: operations.Call, ordering: Ordering | None, end: Callable[[], object] | None = None
+        self,
+        call: operations.Call,
+        ordering: Ordering | None,
+        tap: Tap | None = None,
+        end: Callable[[], object] | None = None,
     ) -> None:
         """What the lane runs; `end` is called in any case."""
         try:
             if CHECKING:
                 compare(self._transport, call, self._ranks)
             if ordering is None:
-                call.operation(self._transport, *call.arguments)
+                self._do(call, self._transport, tap)
             else:
                 transport = self._devices.for_collectives(ordering.device)
-                ordering.run(call.tensors, call.operation, transport, *call.arguments)
+                ordering.run(call.tensors, self._do, call, transport, tap)
         except TimeoutError:
             raise DistBackendError(self._explain_timeout(self._row)) from None
         finally:
             if end is not None:
                 end()
+
+    def _do(self, call: operations.Call, transport: Transport, tap: Tap | None) -> None:
+        if tap is None:
+            call.operation(transport, *call.arguments)
+            return
+        try:
+            number = self._logbook.rows[self._row + SEQUENCE]
+            call.operation(tap.open(transport, number), *call.arguments)
+        finally:
+            tap.close()
+
+    def _record(self, operation: str, dtype: torch.dtype | None, payload: int, peer: int | None = None) -> Record:
+        """The beginning of one, handed to those who record."""
+        names = self._name, dimension_of(self._name, self._description), tuple(self._ranks)
+        record = Record(operation, *names, str(dtype or "").removeprefix("torch."), payload, now(), peer=peer)
+        recorder.add(record)
+        return record
 
     def _each(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *lists: list[Any]) -> Work | None:
         return self._submit(opts, outputs, operations.one_after_another, operation, *lists)
@@ -401,15 +431,21 @@ class EchelonGroup(ProcessGroup):
         if profiling():
             name = "send" if words is _SEND else "recvAnySource" if peer is None else "recv"
             arrived = partial(_in_turn, arrived, begin(name, [tensor]))
-        ordering = None
+        record = ordering = None
+        if recorder.logs:  # counted once, by its sender
+            there = -1 if peer is None else self._ranks[peer]
+            record = self._record(method, tensor.dtype, memory.nbytes if method == "send" else 0, there)
+            record.wire = 0 if there == self._ranks[self.rank()] else record.payload
         if tensor.is_cpu or self._make_nccl is not None:
             transport = self._transport if tensor.is_cpu else self._nccl(tensor.device)
             request = getattr(transport, method)(memory, peer, tag)
         else:
             ordering = self._devices.ordering(tensor.device)
-            start = getattr(self._devices.for_messages(tensor.device), method)
-            request = ordering.run([memory], start, memory, peer, tag)
-        work = MessageWork([tensor], label, request, memory, arrived, ordering)
+            transport = self._devices.for_messages(tensor.device)
+            request = ordering.run([memory], getattr(transport, method), memory, peer, tag)
+        if record is not None:
+            record.transport, record.algorithm, record.started = transport.name, "library", now()
+        work = MessageWork([tensor], label, request, memory, arrived, ordering, record)
         _post_office.watch(work)
         return work
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from echelon.comm.records import Record
+from echelon.comm.streams import Ordering
 from echelon.comm.work import CollectiveWork, Note
 from echelon.launch.logbook import COUNT, ELEMENTS, KEPT, LAST, SEQUENCE, Logbook
 
@@ -54,10 +56,18 @@ class Lane:
             self.baton.release()
         return True
 
-    def post(self, outputs: list[Any], note: Note, function: Callable[..., None], *arguments: Any) -> CollectiveWork:
+    def post(
+        self,
+        outputs: list[Any],
+        note: Note,
+        function: Callable[..., None],
+        *arguments: Any,
+        ordering: Ordering | None = None,
+        record: Record | None = None,
+    ) -> CollectiveWork:
         """Run in the worker thread, after all that was submitted before; the work's future will hold `outputs`."""
         self.check_open()
-        work = CollectiveWork(outputs, note, function, arguments)
+        work = CollectiveWork(outputs, note, function, arguments, ordering, record)
         self.pending.append(work)
         self._arrivals.put(work)
         if self._worker is None:

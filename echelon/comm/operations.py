@@ -26,6 +26,16 @@ _LIBRARY_REDUCE_SCATTER = 2**20  # up to here the library's reduce_scatter, then
 _LIBRARY_REDUCE = 2**23  # the same for reduce
 _FLAT_GATHER = 2**16  # up to here lists are gathered as one tensor and copied, then straight into the list's tensors
 
+# Which argument is an operation's payload, if not the first, and whether it is one rank's part of it.
+_PAYLOAD = {
+    "reduce_scatter": (1, False),
+    "reduce_scatter_single": (1, False),
+    "all_to_all": (1, False),
+    "all_to_all_single": (1, False),
+    "gather": (1, True),
+    "scatter": (0, True),
+}
+
 
 @dataclass(slots=True)
 class Call:
@@ -36,13 +46,7 @@ class Call:
     tensors: list[Tensor] = field(init=False)  # all there are among the arguments and in their lists
 
     def __post_init__(self) -> None:
-        self.tensors = []
-        for argument in self.arguments:
-            if isinstance(argument, Tensor):
-                self.tensors.append(argument)
-            elif type(argument) is list:
-                for inner in argument:
-                    self.tensors += inner if type(inner) is list else [inner] if isinstance(inner, Tensor) else []
+        self.tensors = [tensor for argument in self.arguments for tensor in _flat(argument)]
 
     @property
     def name(self) -> str:
@@ -54,6 +58,13 @@ class Call:
         """What goes in: the last of the arguments that is a tensor or a list of them."""
         lists = [argument if type(argument) is list else [argument] for argument in self.arguments]
         return next((items for items in reversed(lists) if items and isinstance(items[0], Tensor)), [])
+
+    def payload(self, size: int) -> int:
+        """Bytes, as `recorder` defines them; `size` is the group's."""
+        several = self.operation is one_after_another
+        operation, *arguments = self.arguments if several else (self.operation, *self.arguments)
+        which, part = _PAYLOAD.get(operation.__name__, (0, False))
+        return sum(tensor.nbytes for tensor in _flat(arguments[which])) * (size if part else 1)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -237,6 +248,13 @@ def one_after_another(transport: Transport, operation, *lists) -> None:  # type:
     """A coalesced form: `operation` on the first of each list, then on the second of each, …"""
     for arguments in zip(*lists, strict=True):
         operation(transport, *arguments)
+
+
+def _flat(argument: Any) -> list[Tensor]:
+    """The tensors in an argument: itself, or those of a list, or of the lists of a list."""
+    if isinstance(argument, Tensor):
+        return [argument]
+    return [tensor for inner in argument for tensor in _flat(inner)] if type(argument) is list else []
 
 
 def _prepared(tensor: Tensor, reduction: Reduction) -> Tensor:

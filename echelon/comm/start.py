@@ -13,11 +13,12 @@ import zlib
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import Store, TCPStore
 
 from echelon.comm.group import EchelonGroup, close_groups, finish_groups, waited_messages
+from echelon.comm.recorder import record_if_asked
 from echelon.comm.transports import Transport
 from echelon.comm.watchdog import Watchdog
 from echelon.comm.world import before_finalizing, leave, mpi_world, on_end
@@ -90,10 +91,17 @@ def _mpi(options: Any, ranks: list[int]) -> Transport:
 def _look_after(store: Store) -> None:
     """With the first group: the watchdog begins; what was started and never waited for is finished before MPI ends."""
     if not _watchdogs:
-        watchdog = Watchdog(store, waited_messages, leave)
+        end_record = record_if_asked(identity())
+
+        def give_up(status: int) -> NoReturn:
+            end_record()
+            leave(status)
+
+        watchdog = Watchdog(store, waited_messages, give_up)
         _watchdogs.append(watchdog)
         before_finalizing(finish_groups)
         on_end(watchdog.end)
+        on_end(lambda _how, _code: end_record())
 
 
 def _native_group(options: Any, ranks: list[int]) -> EchelonGroup:
@@ -109,6 +117,7 @@ def _native_group(options: Any, ranks: list[int]) -> EchelonGroup:
 
 @cache
 def _close_in_time() -> None:
+    atexit.register(record_if_asked(identity()))
     atexit.register(close_groups)
 
 

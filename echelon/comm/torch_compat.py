@@ -6,6 +6,7 @@ may come first.) What it changes in `torch.distributed`:
 - the backend `echelon` is known; the wheels of PyTorch refuse `"mpi"`, so there that name means `echelon` too;
 - in a process that an MPI launcher started, `env://` needs no MASTER_ADDR: the ranks agree on one through MPI;
 - `monitored_barrier` and `split_group`, which PyTorch keeps for Gloo and for GPUs, accept Echelon's groups;
+- a DeviceMesh tells which group serves which of its dimensions;
 - a plain synchronous `all_reduce` goes straight to Echelon's group: PyTorch's way there, through an options object,
   costs more than the operation itself.
 """
@@ -24,6 +25,27 @@ from echelon.launch.identity import export, identity, show_output_by_line, take_
 
 BACKEND = "echelon"
 _group_types: set[type] = set()  # EchelonGroup, once there is one
+dimensions: dict[str, str] = {}  # the name of a mesh's dimension, by that of its group
+# The operations by which PyTorch's own groups go through its dispatcher.
+_DISPATCHED = {
+    "all_reduce": "allreduce_",
+    "all_reduce_coalesced": "allreduce_coalesced_",
+    "reduce": "reduce_",
+    "broadcast": "broadcast_",
+    "all_gather": "allgather_",
+    "all_gather_single": "_allgather_base_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "reduce_scatter": "reduce_scatter_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+    "all_to_all": "alltoall_",
+    "all_to_all_single": "alltoall_base_",
+}
+_COALESCED = {
+    "all_gather": "allgather_coalesced_",
+    "all_gather_single": "allgather_into_tensor_coalesced_",
+    "reduce_scatter_single": "reduce_scatter_tensor_coalesced_",
+}
 
 
 def register() -> None:
@@ -57,6 +79,7 @@ def _register() -> None:
         dist,
         distributed_c10d,
     )
+    dist.DeviceMesh.__init__ = _with_dimensions(dist.DeviceMesh.__init__)  # type: ignore[method-assign]
     _replace("split_group", _for_echelon(distributed_c10d.split_group, _split_group), dist, distributed_c10d)
 
 
@@ -114,6 +137,17 @@ def torch_default_timeout() -> timedelta:
     return default_pg_timeout
 
 
+def _with_dimensions(init: Callable[..., None]) -> Callable[..., None]:
+    """A mesh over all ranks takes the world's group as it is, which then does not know the dimension's name."""
+
+    @functools.wraps(init)
+    def __init__(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        init(mesh, *args, **kwargs)
+        dimensions.update(zip(getattr(mesh, "_dim_group_names", ()), mesh.mesh_dim_names or (), strict=False))
+
+    return __init__
+
+
 def _with_short_way(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """`all_reduce`, with a shorter way for what needs none of PyTorch's detours: subclasses of tensors, torch-function
     modes, coalescing, complex numbers as pairs. (What PyTorch does with the function itself, in coalescing and in
@@ -123,7 +157,7 @@ def _with_short_way(theirs: Callable[..., Any]) -> Callable[..., Any]:
     from torch.distributed import ReduceOp
     from torch.distributed.distributed_c10d import _world
 
-    torch_function_modes = _C._len_torch_function_stack
+    function_modes, dispatch_modes = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
 
     @functools.wraps(theirs)
     def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -133,13 +167,48 @@ def _with_short_way(theirs: Callable[..., Any]) -> Callable[..., Any]:
             and not async_op
             and type(tensor) is Tensor
             and not _world.pg_coalesce_state
-            and not torch_function_modes()
+            and not function_modes()
+            and not dispatch_modes()
             and actual.all_reduce_at_once(tensor, op)
         ):
             return None
         return theirs(tensor, op, group, async_op)
 
     return all_reduce
+
+
+def watched_by_modes() -> bool:
+    """Whether any of PyTorch's dispatch modes is on."""
+    from torch._C import _len_torch_dispatch_stack
+
+    return bool(_len_torch_dispatch_stack())
+
+
+def announce(operation: str, several: bool) -> None:
+    """Tell PyTorch's CommDebugMode of a call: what PyTorch's own groups do passes the dispatcher, ours does not."""
+    import torch
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    names = _COALESCED if several else _DISPATCHED
+    if operation in names:
+        call = _Announced(getattr(torch.ops.c10d, names[operation]))
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, CommDebugMode):
+                mode.__torch_dispatch__(call, ())
+
+
+class _Announced:
+    """What a dispatch mode takes for an operation that it is asked to carry out."""
+
+    def __init__(self, packet: Any) -> None:
+        self._overloadpacket = packet
+
+    def __call__(self) -> None:
+        """The group does it."""
+
+    def __str__(self) -> str:
+        return str(self._overloadpacket)
 
 
 def _for_echelon(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,11 +7,12 @@ runs collectives must not.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from _thread import allocate_lock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
+from echelon.comm.recorder import recorder
+from echelon.comm.records import Record, now
 from echelon.comm.streams import Ordering
 from echelon.comm.transports import Request, completes
 
@@ -33,15 +36,17 @@ _futures = allocate_lock()  # guards the moment in which a future and a result m
 class _EchelonWork(Work):
     """What both kinds share: a result, an error, and a future for those who want one."""
 
-    __slots__ = ("_error", "_finished", "_future", "_outputs", "ordering")
+    __slots__ = ("_error", "_finished", "_future", "_outputs", "_record", "ordering")
 
-    def __init__(self, outputs: list[Tensor]) -> None:
+    def __init__(self, outputs: list[Tensor], ordering: Ordering | None, record: Record | None) -> None:
+        """`ordering` is with the caller's CUDA stream, if it has a part in this; `record` is for who records."""
         super().__init__()
         self._outputs = outputs
+        self._record = record
+        self.ordering = ordering
         self._error: BaseException | None = None
         self._finished = False
         self._future: Future[Any] | None = None
-        self.ordering: Ordering | None = None  # with the caller's CUDA stream
 
     def is_completed(self) -> bool:
         return self._finished and (self.ordering is None or self.ordering.is_over())
@@ -67,6 +72,8 @@ class _EchelonWork(Work):
         with _futures:
             if self._future is None:
                 self._future = Future() if self.ordering is None else Future(devices=[self.ordering.device])
+                if self._record is not None:
+                    recorder.note_future(self._record)
                 if self._finished:
                     self._complete(self._future)
             return self._future
@@ -91,6 +98,16 @@ class _EchelonWork(Work):
             with self.ordering.there():  # whoever waits for the future waits for this stream
                 future.set_result(self._outputs)
 
+    @contextlib.contextmanager
+    def _blocked(self) -> Iterator[None]:
+        """Around a wait, for who records."""
+        begin = now() if self._record is not None else 0
+        try:
+            yield
+        finally:
+            if self._record is not None:
+                self._record.blocked += now() - begin
+
     def _close_wait(self) -> bool:
         """The end of every `wait`: the error is raised, or what follows is put behind the result."""
         if self._error is not None:
@@ -111,9 +128,15 @@ class CollectiveWork(_EchelonWork):
     __slots__ = ("_arguments", "_done", "_function", "note")
 
     def __init__(
-        self, outputs: list[Tensor], note: Note, function: Callable[..., None], arguments: tuple[Any, ...]
+        self,
+        outputs: list[Tensor],
+        note: Note,
+        function: Callable[..., None],
+        arguments: tuple[Any, ...],
+        ordering: Ordering | None = None,
+        record: Record | None = None,
     ) -> None:
-        super().__init__(outputs)
+        super().__init__(outputs, ordering, record)
         self.note = note
         self._function: Callable[..., None] | None = function
         self._arguments = arguments
@@ -145,8 +168,9 @@ class CollectiveWork(_EchelonWork):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not self._finished:
             seconds = min(timeout.total_seconds(), threading.TIMEOUT_MAX) if timeout > _NO_TIMEOUT else -1
-            if not self._done.acquire(timeout=seconds):
-                raise self._timed_out(timeout)
+            with self._blocked():
+                if not self._done.acquire(timeout=seconds):
+                    raise self._timed_out(timeout)
             self._done.release()
         return self._close_wait()
 
@@ -164,11 +188,11 @@ class MessageWork(_EchelonWork):
         held: Any,
         arrived: Callable[[], object] | None = None,
         ordering: Ordering | None = None,
+        record: Record | None = None,
     ) -> None:
         """`label` is the sender's own; `held` is memory in use until the end; `arrived` runs once then."""
-        super().__init__(outputs)
+        super().__init__(outputs, ordering, record)
         self.label = label
-        self.ordering = ordering
         self.waited_for = 0  # a number of its own, once somebody waits without a timeout of his own
         self._request = request
         self._held = held
@@ -177,14 +201,15 @@ class MessageWork(_EchelonWork):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not self._finished:
-            if timeout > _NO_TIMEOUT:
-                if not completes(self.poll, timeout):
-                    raise self._timed_out(timeout)
-            else:
-                self.waited_for = next(_numbers)
-                with self._guard:
-                    if not self._finished:
-                        self._settle(self._request.wait)
+            with self._blocked():
+                if timeout > _NO_TIMEOUT:
+                    if not completes(self.poll, timeout):
+                        raise self._timed_out(timeout)
+                else:
+                    self.waited_for = next(_numbers)
+                    with self._guard:
+                        if not self._finished:
+                            self._settle(self._request.wait)
         return self._close_wait()
 
     def poll(self) -> bool:
@@ -216,6 +241,8 @@ class MessageWork(_EchelonWork):
         except Exception as error:
             self._error = error
         self._held = self._arrived = None
+        if self._record is not None:
+            self._record.ended = now()
         self.finish()
 
 

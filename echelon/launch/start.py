@@ -29,6 +29,7 @@ from echelon.launch.logbook import FOLDER_VARIABLE
 from echelon.launch.report import exit_code, post_mortem
 from echelon.launch.watch import VARIABLE, Watch
 
+RECORD_VARIABLE = "ECHELON_RECORD"
 _JOB_VARIABLE = "ECHELON_JOB"  # marks every process of a job, wherever its launcher put it
 _GRACE_SECONDS = 5.0
 _MEMORY = Path("/dev/shm")  # where a file costs no disk
@@ -43,6 +44,7 @@ class Job:
     command: Sequence[str]
     hosts: tuple[str, ...] = ()
     prefix_output: bool = False
+    record: Path | None = None  # where the ranks write what they communicate
 
     @property
     def ranks_per_host(self) -> int:
@@ -55,6 +57,7 @@ def run(job: Job, mpi: Installation) -> int:
     with tempfile.TemporaryDirectory(prefix="echelon-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
         watch = Watch(Path(folder), elsewhere=bool(job.hosts))
         marks = {_JOB_VARIABLE: identifier, VARIABLE: watch.address, FOLDER_VARIABLE: folder}
+        marks |= {RECORD_VARIABLE: str(job.record.absolute())} if job.record else {}
         process = subprocess.Popen(
             command_line(job, mpi),
             env=dict(os.environ) | rank_environment(job, mpi) | marks,
@@ -90,7 +93,7 @@ def command_line(job: Job, mpi: Installation) -> list[str]:
             flags.append("--allow-run-as-root")
         if job.hosts:
             flags += ["--host", ",".join(job.hosts)]
-            for name in (*_defaults(job, mpi), _JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE):
+            for name in (*_defaults(job, mpi), _JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE, RECORD_VARIABLE):
                 flags += ["-x", name]
         if job.prefix_output:
             flags.append("--tag-output")

@@ -1,0 +1,126 @@
+"""`echelon trace DIR`: the table on the terminal, and the same for programs and for other viewers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from echelon.comm.records import Log, read
+from echelon.trace.chrome import timeline
+from echelon.trace.links import Link, read_links
+from echelon.trace.summary import Line, Summary, summarise, traffic
+
+
+def trace(
+    folder: Annotated[Path, typer.Argument(help="What `echelon run --record` wrote.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
+    chrome: Annotated[Optional[Path], typer.Option(help="Write a timeline for Perfetto or Chrome.")] = None,
+    plot: Annotated[Optional[Path], typer.Option(help="Draw the traffic into a picture (png, svg, pdf).")] = None,
+) -> None:
+    """Show what a job communicated, by dimension, operation and size."""
+    logs = _read(folder)
+    summary, links = summarise(logs), read_links(folder, traffic(logs))
+    if chrome is not None:
+        chrome.write_text(json.dumps(timeline(logs)))
+    if plot is not None:
+        _draw(logs, plot)
+    if as_json:
+        print(json.dumps(asdict(summary) | {"links": [asdict(link) for link in links]}, indent=1))
+    elif as_csv:
+        print(_csv(summary.lines), end="")
+    else:
+        _show(summary, links)
+
+
+def _read(folder: Path) -> dict[int, Log]:
+    try:
+        logs = read(folder)
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"echelon: {folder} cannot be read: {error}")
+    if not logs:
+        sys.exit(f"echelon: {folder} holds no record: `echelon run --record {folder} …` writes one")
+    return logs
+
+
+def _draw(logs: dict[int, Log], file: Path) -> None:
+    try:
+        from echelon.trace.plot import draw
+
+        draw(logs, file)
+    except ModuleNotFoundError:
+        sys.exit("echelon: pictures need matplotlib: pip install matplotlib")
+    except ValueError as error:
+        sys.exit(f"echelon: {file} cannot be drawn: {error}")
+
+
+def _csv(lines: list[Line]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(Line)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(line) for line in lines)
+    return text.getvalue()
+
+
+def _show(summary: Summary, links: list[Link]) -> None:
+    console = Console()
+    steps = f", {summary.steps} steps" if summary.steps else ""
+    title = f"{summary.ranks} ranks{steps}, {_seconds(summary.seconds)}; figures of one rank"
+    table = Table(title=title, title_justify="left", caption="~ modelled as a ring", caption_justify="left")
+    for name in ("dimension", "operation", "size"):
+        table.add_column(name, no_wrap=True)
+    names = ("count", "payload", "wire", "time", "algbw", "busbw", "of the step", "blocked", "slowest rank")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in summary.lines:
+        table.add_row(
+            line.dimension,
+            line.operation,
+            line.size_class,
+            f"{line.count:,.10g}",
+            _bytes(line.payload),
+            f"{'~' if line.modelled else ''}{_bytes(line.wire)}",
+            _seconds(line.time),
+            f"{_bytes(line.algbw)}/s" if line.payload else "",
+            f"{_bytes(line.busbw)}/s" if line.payload else "",
+            f"{line.share:.1%}",
+            _seconds(line.blocked),
+            "" if line.slowest is None else f"{line.slowest} (+{_seconds(line.delay)})",
+        )
+    console.print(table)
+    if links:
+        _show_links(console, links)
+
+
+def _show_links(console: Console, links: list[Link]) -> None:
+    table = Table(title="links of the cluster", title_justify="left")
+    table.add_column("node")
+    for name in ("ranks", "sent", "recorded", "received"):
+        table.add_column(name, justify="right")
+    for link in links:
+        ranks = ", ".join(map(str, link.ranks))
+        table.add_row(link.node, ranks, _bytes(link.sent), _bytes(link.recorded), _bytes(link.received))
+    console.print(table)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _seconds(time: float) -> str:
+    if time >= 1:
+        return f"{time:.3g} s"
+    return f"{time * 1e3:.3g} ms" if time >= 1e-3 else f"{time * 1e6:.3g} µs"
