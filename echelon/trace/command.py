@@ -6,11 +6,13 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -73,36 +75,29 @@ def _csv(lines: list[Line]) -> str:
 
 def _show(summary: Summary, links: list[Link]) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
     steps = f", {summary.steps} steps" if summary.steps else ""
-    title = f"{summary.ranks} ranks{steps}, {_seconds(summary.seconds)}; figures of one rank"
-    table = Table(title=title, title_justify="left", caption="~ modelled as a ring", caption_justify="left")
-    for name in ("dimension", "operation", "size"):
-        table.add_column(name, no_wrap=True)
-    names = ("count", "payload", "wire", "time", "algbw", "busbw", "of the step", "blocked", "slowest rank")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for line in summary.lines:
-        table.add_row(
-            line.dimension,
-            line.operation,
-            line.size_class,
-            f"{line.count:,.10g}",
-            _bytes(line.payload),
-            f"{'~' if line.modelled else ''}{_bytes(line.wire)}",
-            _seconds(line.time),
-            f"{_bytes(line.algbw)}/s" if line.payload else "",
-            f"{_bytes(line.busbw)}/s" if line.payload else "",
-            f"{line.share:.1%}",
-            _seconds(line.blocked),
-            "" if line.slowest is None else f"{line.slowest} (+{_seconds(line.delay)})",
-        )
-    console.print(table)
+    console.print(
+        f"{summary.ranks} ranks{steps}, {_seconds(summary.seconds)}; figures of one rank, ~ modelled as a ring"
+    )
+    for figures in (_BYTES | _SPEEDS | _WAITS,) if console.width >= _WIDE else (_BYTES, _SPEEDS, _WAITS):
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("dimension", "operation", "size"):
+            table.add_column(name, no_wrap=True)
+        for name in figures:
+            table.add_column(name, justify="right", no_wrap=True)
+        for line in summary.lines:
+            keys = line.dimension, line.operation, line.size_class
+            table.add_row(*keys, *(figure(line) for figure in figures.values()))
+        console.print(table)
     if links:
         _show_links(console, links)
 
 
 def _show_links(console: Console, links: list[Link]) -> None:
-    table = Table(title="links of the cluster", title_justify="left")
+    console.print("links of the cluster")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("node")
     for name in ("ranks", "sent", "recorded", "received"):
         table.add_column(name, justify="right")
@@ -124,3 +119,29 @@ def _seconds(time: float) -> str:
     if time >= 1:
         return f"{time:.3g} s"
     return f"{time * 1e3:.3g} ms" if time >= 1e-3 else f"{time * 1e6:.3g} µs"
+
+
+def _speed(figure: float) -> str:
+    return f"{_bytes(figure)}/s" if figure else ""
+
+
+def _slowest(line: Line) -> str:
+    return "" if line.slowest is None else f"{line.slowest} (+{_seconds(line.delay)})"
+
+
+_WIDE = 150  # columns from which all figures stand side by side
+_BYTES: dict[str, Callable[[Line], str]] = {
+    "count": lambda line: f"{line.count:,.10g}",
+    "payload": lambda line: _bytes(line.payload),
+    "wire": lambda line: f"{'~' if line.modelled else ''}{_bytes(line.wire)}",
+}
+_SPEEDS: dict[str, Callable[[Line], str]] = {
+    "time": lambda line: _seconds(line.time),
+    "algbw": lambda line: _speed(line.algbw),
+    "busbw": lambda line: _speed(line.busbw),
+}
+_WAITS: dict[str, Callable[[Line], str]] = {
+    "of the step": lambda line: f"{line.share:.1%}",
+    "not overlapped": lambda line: _seconds(line.blocked),
+    "slowest rank": _slowest,
+}

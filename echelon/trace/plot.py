@@ -18,19 +18,20 @@ def draw(logs: dict[int, Log], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (bars, grid) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (bars, grid) = pyplot.subplots(1, 2, figsize=(12, 4.2), width_ratios=(1.2, 1), layout="constrained")
     dimensions = by_dimension(logs)
     operations = sorted({operation for parts in dimensions.values() for operation in parts})
+    colours = matplotlib.colormaps["tab10"]
     base = np.zeros(len(dimensions))
-    for operation in operations:
+    for number, operation in enumerate(operations):
         heights = np.array([parts.get(operation, 0) / _MIB for parts in dimensions.values()])
-        bars.bar(list(dimensions), heights, bottom=base, label=operation, width=0.6)
+        bars.bar(list(dimensions), heights, bottom=base, label=operation, width=0.5, color=colours(number % 10))
         base += heights
     bars.set(ylabel="MiB sent by all ranks", title="traffic by dimension")
+    bars.set(xlim=(-0.7, max(len(dimensions), 1) - 0.3), ylim=(0, base.max(initial=0) * 1.1 or 1))
     bars.spines[["top", "right"]].set_visible(False)
-    bars.set_ylim(0, base.max(initial=0) * 1.1 or 1)
     if operations:
-        bars.legend(frameon=False)
+        bars.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
 
     matrix = traffic(logs) / _MIB
     image = grid.imshow(matrix, cmap="Blues", vmin=0)
