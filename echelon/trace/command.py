@@ -141,7 +141,7 @@ _SPEEDS: dict[str, Callable[[Line], str]] = {
     "busbw": lambda line: _speed(line.busbw),
 }
 _WAITS: dict[str, Callable[[Line], str]] = {
-    "of the step": lambda line: f"{line.share:.1%}",
-    "not overlapped": lambda line: _seconds(line.blocked),
-    "slowest rank": _slowest,
+    "of step": lambda line: f"{line.share:.1%}",
+    "blocked": lambda line: _seconds(line.blocked),
+    "slowest": _slowest,
 }

@@ -39,7 +39,7 @@ def draw(logs: dict[int, Log], file: Path) -> None:
     grid.set(xlabel="to rank", ylabel="from rank", title="MiB from rank to rank", xticks=ticks, yticks=ticks)
     if len(matrix) <= 8:
         for (row, column), value in np.ndenumerate(matrix):
-            if value:
+            if value > matrix.max() / 1000:
                 colour = "white" if value > matrix.max() / 2 else "black"
                 grid.text(column, row, f"{value:.3g}", ha="center", va="center", color=colour, fontsize=9)
     figure.colorbar(image, ax=grid)
