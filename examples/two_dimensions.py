@@ -1,7 +1,7 @@
 """Tensor parallelism inside pairs of ranks, FSDP2 across them, and a record of what each dimension sends.
 
-    echelon run -n 4 --record record examples/two_dimensions.py
-    echelon trace record --plot traffic.png
+echelon run -n 4 --record record examples/two_dimensions.py
+echelon trace record --plot traffic.png
 """
 
 import torch

@@ -8,8 +8,6 @@ once. Some operations have an older and a newer name: torch 2.11 calls the one, 
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -43,6 +41,7 @@ from echelon.comm.arguments import (
 )
 from echelon.comm.check import CHECKING, compare
 from echelon.comm.devices import Devices
+from echelon.comm.groups import groups, post_office
 from echelon.comm.lane import Lane
 from echelon.comm.monitored_barrier import pass_barrier
 from echelon.comm.profile import begin, profiling
@@ -52,15 +51,12 @@ from echelon.comm.reduction import plain_operations, resolve
 from echelon.comm.streams import Ordering
 from echelon.comm.torch_compat import announce, watched_by_modes
 from echelon.comm.transports import Transport, copy_memory
-from echelon.comm.transports.gpu_memory import outboxes
 from echelon.comm.watchdog import logbook
-from echelon.comm.work import CollectiveWork, MessageWork, PostOffice
-from echelon.launch.logbook import SEQUENCE, Message
+from echelon.comm.work import CollectiveWork, MessageWork
+from echelon.launch.logbook import SEQUENCE
 
 BACKEND = "echelon"
-_SEND, _RECEIVE = "a message to", "a message from"
-_groups: weakref.WeakSet[EchelonGroup] = weakref.WeakSet()
-_post_office = PostOffice()
+_MESSAGES = {"send": "a message to", "receive": "a message from"}  # for those who report on them
 # In a forked child: never dropped, since Gloo would wait for threads that it has not.
 _abandoned: list[Transport | None] = []
 
@@ -96,7 +92,7 @@ class EchelonGroup(ProcessGroup):
         self._barriers = 0
         self._lane = Lane(transport.name, self._logbook, self._row)
         self._plain = {} if CHECKING else plain_operations(transport.reducible)
-        _groups.add(self)
+        groups.add(self)
 
     @property
     def transport(self) -> str:
@@ -260,7 +256,7 @@ class EchelonGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         [tensor] = listed(tensors)
-        return self._message(tensor, (self, _SEND, dst, tag), "send", tensor.detach().contiguous())
+        return self._message("send", tensor, dst, tag, tensor.detach().contiguous())
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         return self._receive(tensors, src, tag)
@@ -276,13 +272,13 @@ class EchelonGroup(ProcessGroup):
     def finish(self) -> None:
         """Finish what is under way; nothing can be started any more."""
         self._lane.close(f"process group {self._name!r} was destroyed: no operation can be started on it any more")
+        self._devices.close()
 
     def shutdown(self) -> None:
         """Finish, and free the communicators; all ranks of the group do this."""
         if isinstance(self._transport, _Closed):
             return
         self.finish()
-        self._devices.close()
         self._logbook.close_row(self._row)
         transport = self._transport
         self._close()
@@ -418,24 +414,30 @@ class EchelonGroup(ProcessGroup):
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
         [tensor] = listed(tensors)
         if tensor.is_contiguous():
-            return self._message(tensor, (self, _RECEIVE, src, tag), "receive", tensor)
+            return self._message("receive", tensor, src, tag, tensor)
         dense = tensor.detach().contiguous()
-        return self._message(tensor, (self, _RECEIVE, src, tag), "receive", dense, partial(copy_memory, tensor, dense))
+        return self._message("receive", tensor, src, tag, dense, partial(copy_memory, tensor, dense))
 
     def _message(
-        self, tensor: Tensor, label: Any, method: str, memory: Tensor, arrived: Callable[[], object] | None = None
+        self,
+        method: str,
+        tensor: Tensor,
+        peer: int | None,
+        tag: int,
+        memory: Tensor,
+        arrived: Callable[[], object] | None = None,
     ) -> Work:
         """Start a message from or into `memory`, which holds what `tensor` does or will."""
         self._lane.check_open()
-        _group, words, peer, tag = label
+        there = None if peer is None else self._ranks[peer]
         if profiling():
-            name = "send" if words is _SEND else "recvAnySource" if peer is None else "recv"
+            name = "send" if method == "send" else "recvAnySource" if peer is None else "recv"
             arrived = partial(_in_turn, arrived, begin(name, [tensor]))
         record = ordering = None
         if recorder.logs:  # counted once, by its sender
-            there = -1 if peer is None else self._ranks[peer]
-            record = self._record(method, tensor.dtype, memory.nbytes if method == "send" else 0, there)
-            record.wire = 0 if there == self._ranks[self.rank()] else record.payload
+            payload = memory.nbytes if method == "send" else 0
+            record = self._record(method, tensor.dtype, payload, -1 if there is None else there)
+            record.wire = 0 if peer == self.rank() else payload
         if tensor.is_cpu or self._make_nccl is not None:
             transport = self._transport if tensor.is_cpu else self._nccl(tensor.device)
             request = getattr(transport, method)(memory, peer, tag)
@@ -445,8 +447,9 @@ class EchelonGroup(ProcessGroup):
             request = ordering.run([memory], getattr(transport, method), memory, peer, tag)
         if record is not None:
             record.transport, record.algorithm, record.started = transport.name, "library", now()
-        work = MessageWork([tensor], label, request, memory, arrived, ordering, record)
-        _post_office.watch(work)
+        label = _MESSAGES[method], self._row, there, tag
+        work = MessageWork([tensor], label, request, (memory, self), arrived, ordering, record)
+        post_office.watch(work)
         return work
 
     def _nccl(self, device: torch.device) -> Transport:
@@ -474,37 +477,3 @@ def _in_turn(*functions: Callable[[], object] | None) -> None:
     for function in functions:
         if function is not None:
             function()
-
-
-def finish_groups() -> None:
-    """Finish what is under way in every group, and stop looking after messages: MPI is about to end."""
-    for group in list(_groups):
-        group.finish()
-        group._devices.close()
-    outboxes.close()
-    _post_office.close()
-
-
-def waited_messages() -> dict[int, Message]:
-    """The message that each group has been waited in for longest, by the group's row in the logbook."""
-    found: dict[int, Message] = {}
-    for work in sorted(_post_office.waited_for(), key=lambda work: work.waited_for, reverse=True):
-        group, words, peer, tag = work.label
-        world_rank = None if peer is None else group._ranks[peer]
-        who = "any rank" if peer is None else f"rank {world_rank}"
-        found[group._row] = Message(work.waited_for, f"{words} {who}{f' (tag {tag})' if tag else ''}", world_rank)
-    return found
-
-
-def close_groups() -> None:
-    """Close what was never destroyed."""
-    for group in list(_groups):
-        group.shutdown()
-
-
-def _abandon_groups() -> None:
-    for group in list(_groups):
-        group.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_groups)

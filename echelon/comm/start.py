@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 from torch.distributed import Store, TCPStore
 
-from echelon.comm.group import EchelonGroup, close_groups, finish_groups, waited_messages
+from echelon.comm.group import EchelonGroup
+from echelon.comm.groups import close_groups, finish_groups, waited_messages
 from echelon.comm.recorder import record_if_asked
 from echelon.comm.transports import Transport
 from echelon.comm.watchdog import Watchdog

@@ -190,7 +190,7 @@ class MessageWork(_EchelonWork):
         ordering: Ordering | None = None,
         record: Record | None = None,
     ) -> None:
-        """`label` is the sender's own; `held` is memory in use until the end; `arrived` runs once then."""
+        """`label` tells what it is, for reports; `held` is in use until the end; `arrived` runs once then."""
         super().__init__(outputs, ordering, record)
         self.label = label
         self.waited_for = 0  # a number of its own, once somebody waits without a timeout of his own
