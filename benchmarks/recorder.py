@@ -91,10 +91,8 @@ def measured(call: Callable[[], object], repeats: int) -> dict[str, Any]:
                 times[way].append(taken)
     quartiles = {way: statistics.quantiles(values, n=4) for way, values in times.items()}
     result: dict[str, Any] = {way: {"median": q[1], "spread": q[2] - q[0]} for way, q in quartiles.items()}
-    for way in (
-        "in memory",
-        "into files",
-    ):  # of neighbours in time, so that a machine that changes its speed matters less
+    for way in ("in memory", "into files"):
+        # Of neighbours in time, so that a machine that changes its speed matters less.
         ratios = [on / off for on, off in zip(times[way], times["off"], strict=True)]
         result[way]["cost"] = statistics.median(ratios) - 1
     return result
