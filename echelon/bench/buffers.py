@@ -89,8 +89,8 @@ class BufferKind:
         if self.name == "torch":
             tensor = torch.zeros(count, dtype=_torch_dtype(dtype), device=device)
             return Buffer(tensor.numpy() if tensor.is_cpu else tensor, tensor)
-        memory = self._maker()(count, dtype)
-        return (Pickled if self.pickles else Buffer)(memory, as_tensor(memory))
+        made = self._maker()(count, dtype)
+        return (Pickled if self.pickles else Buffer)(*views(made))
 
     def _maker(self) -> Callable[..., Any]:
         module, _, function = _MAKERS.get(self.name, self.name).partition(":")
@@ -101,13 +101,14 @@ class BufferKind:
         return made
 
 
-def as_tensor(memory: Any) -> torch.Tensor:
-    """The same bytes as a tensor, from any object with the array or the CUDA-array interface."""
-    if hasattr(memory, "__cuda_array_interface__"):
-        return torch.as_tensor(memory, device="cuda")
-    if hasattr(memory, "__array_interface__"):
-        return torch.from_numpy(np.asarray(memory))
-    raise BadBuffer(f"a {type(memory).__name__} has neither the array nor the CUDA-array interface")
+def views(made: Any) -> tuple[Any, torch.Tensor]:
+    """An object with the array or the CUDA-array interface, as mpi4py takes it and as a tensor."""
+    if hasattr(made, "__cuda_array_interface__"):
+        return made, torch.as_tensor(made, device="cuda")
+    if hasattr(made, "__array_interface__"):
+        array = np.asarray(made)
+        return array, torch.from_numpy(array)
+    raise BadBuffer(f"a {type(made).__name__} has neither the array nor the CUDA-array interface")
 
 
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

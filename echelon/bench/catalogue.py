@@ -28,14 +28,13 @@ _MESSAGES = (
     latency.BENCHMARKS[1],
     bandwidth.BENCHMARKS[1],
 )
-_COLLECTIVES = tuple(
+_COLLECTIVES: tuple[Benchmark, ...] = tuple(
     benchmark
     for module in (allgather, allreduce, alltoall, barrier, bcast, gather, reduce, reduce_scatter, scatter)
     for benchmark in module.BENCHMARKS
 )
-BENCHMARKS: dict[str, Benchmark] = {
-    benchmark.name: benchmark for benchmark in (*_MESSAGES, *_COLLECTIVES, *map(nonblocking, _COLLECTIVES))
-}
+_NONBLOCKING = tuple(map(nonblocking, _COLLECTIVES))
+BENCHMARKS = {one.name: one for one in (*_MESSAGES, *_COLLECTIVES, *_NONBLOCKING)}
 
 
 class UnknownBenchmark(ValueError):

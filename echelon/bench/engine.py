@@ -121,11 +121,14 @@ def _case(benchmark: Benchmark, contender: Contender, size: int, device: str, wo
 def _figures(
     benchmark: Benchmark, case: Case, exchange: Exchange, iterations: int, warmup: int, world: World
 ) -> dict[str, float]:
-    barrier = world.control.Barrier
     if benchmark.nonblocking:
         return _overlap(exchange.call, iterations, warmup, world)
-    times = call_times(exchange.call, iterations, warmup, barrier, separate=benchmark.separate)
-    seconds = world.gather([float(times.mean())])[:, 0]
+    times = call_times(exchange.call, iterations, warmup, world.control.Barrier, separate=benchmark.separate)
+    return figures(benchmark, case, world.gather([float(times.mean())])[:, 0])
+
+
+def figures(benchmark: Benchmark, case: Case, seconds: np.ndarray) -> dict[str, float]:
+    """What is reported of the seconds that a call took on each rank. In pairs, the clocks of the first half count."""
     if not benchmark.is_collective:
         seconds = seconds[: case.pairs]
     if benchmark.moved is not None:
@@ -139,8 +142,13 @@ def _figures(
     }
 
 
+def overlap_percent(overall: float, compute: float, pure: float) -> float:
+    """How much of an operation, which alone takes `pure`, was hidden behind the computing."""
+    return min(max(0.0, 100 - (overall - compute) / pure * 100), 100.0)
+
+
 def _overlap(start: Callable[[], Any], iterations: int, warmup: int, world: World) -> dict[str, float]:
-    """How much of an operation hides behind computing that takes as long as the operation does alone."""
+    """Time the operation alone, then computing that takes as long, then both at once."""
     barrier = world.control.Barrier
     pure = float(call_times(lambda: start().wait(), iterations, warmup, barrier, separate=True).mean())
     computation = Computation(pure)
@@ -158,7 +166,7 @@ def _overlap(start: Callable[[], Any], iterations: int, warmup: int, world: Worl
         "pure_us": pure_us,
         "min_us": float(by_rank[:, 0].min()),
         "max_us": float(by_rank[:, 0].max()),
-        "overlap_percent": min(max(0.0, 100 - (overall_us - compute_us) / pure_us * 100), 100.0),
+        "overlap_percent": overlap_percent(overall_us, compute_us, pure_us),
     }
 
 

@@ -72,6 +72,7 @@ def _panel(axis: Any, result: Result, key: str, unit: str) -> None:
     axis.set_yscale("log")
     ticks = [2**power for power in range(0, 31, 5) if sizes[0] <= 2**power <= sizes[-1]] or sizes
     axis.set_xticks(ticks, [_short(size) for size in ticks])
+    axis.yaxis.set_major_formatter("{x:,g}")
     axis.minorticks_off()
     axis.grid(color="#e6e8eb", linewidth=0.8)
     axis.set_axisbelow(True)

@@ -22,12 +22,13 @@ def main(options: Options) -> int:
     if options.name == catalogue.ALL:
         failed = suite.run(options, world)
     else:
-        failed = _run_one(catalogue.find(options.name), options, world)
+        failed = run_one(catalogue.find(options.name), options, world)
     dist.destroy_process_group()
     return int(failed)
 
 
-def _run_one(benchmark: Benchmark, options: Options, world: engine.World) -> bool:
+def run_one(benchmark: Benchmark, options: Options, world: engine.World) -> bool:
+    """Run and print one benchmark; True if it did not pass validation."""
     result = engine.begin(benchmark, options, world)
     table = Table(result, benchmark.sized, options.full, options.validate)
     first = world.rank == 0

@@ -7,6 +7,7 @@ call; the garbage collector rests meanwhile.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ import numpy as np
 import torch
 
 Call = Callable[[], Any]
-_SIDE = 32  # of the matrices that are multiplied to pass the time: about two microseconds a product
+_WIDTH = 64  # of the matrices that are multiplied to pass the time
+_CALIBRATION_ROWS, _LARGEST_ROWS = 1024, 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,25 @@ def overlapped_times(start: Call, computation: Call, iterations: int, warmup: in
 
 
 class Computation:
-    """A fixed amount of computing (small matrix products) that takes about `seconds` where nothing disturbs it."""
+    """A fixed amount of computing that takes about `seconds` where nothing disturbs it: matrix products, each a single
+    kernel of PyTorch, as in training, during which Python's lock is free.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._a, self._b, self._result = (torch.zeros(_SIDE, _SIDE) for _ in range(3))
-        self._products = 100
+        self._take(_CALIBRATION_ROWS, 10)
         self()
-        each = min(self._time() for _ in range(5)) / self._products
-        self._products = max(round(seconds / each), 1)
+        rows = _CALIBRATION_ROWS * seconds / min(self._time() / self._products for _ in range(5))
+        products = math.ceil(rows / _LARGEST_ROWS)
+        self._take(max(round(rows / products), 1), products)
 
     def __call__(self) -> None:
         for _ in range(self._products):
-            torch.mm(self._a, self._b, out=self._result)
+            torch.mm(self._rows, self._square, out=self._result)
+
+    def _take(self, rows: int, products: int) -> None:
+        self._products = products
+        self._square = torch.zeros(_WIDTH, _WIDTH)
+        self._rows, self._result = torch.zeros(rows, _WIDTH), torch.zeros(rows, _WIDTH)
 
     def _time(self) -> float:
         began = perf_counter()
