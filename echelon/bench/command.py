@@ -1,25 +1,29 @@
-"""The command `echelon bench`: reads and checks what is asked for, then starts ranks, or is one already."""
+"""The command `echelon bench`: reads and checks what is asked for, then starts ranks, or is one already.
+
+What imports torch is imported when the command runs, since every other command imports this module too.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Annotated, NoReturn, Optional
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from echelon.bench.buffers import NAMES
-from echelon.bench.catalogue import ALL, BENCHMARKS
-from echelon.bench.options import TRANSPORTS, Options, parse_sizes
-from echelon.bench.rank import main
 from echelon.launch.find import NoMPI, Rejected, find
 from echelon.launch.identity import identity
 from echelon.launch.start import Job, run
 
+if TYPE_CHECKING:
+    from echelon.bench.options import Options
+
 _OUTPUT = "bench-results"
+_PICTURES = (".png", ".svg", ".pdf")
 _WHAT, _HOW, _WHERE = "What is measured", "How it is measured", "What is written"
 
 
@@ -37,11 +41,11 @@ def bench(
         typer.Option("-m", metavar="[MIN:]MAX", help="Bytes of a message: 4:16M, or 1M.", rich_help_panel=_WHAT),
     ] = None,
     transport: Annotated[
-        str, typer.Option(help=f"Of {', '.join(TRANSPORTS)}; several stand side by side.", rich_help_panel=_WHAT)
+        str, typer.Option(help="Of mpi, gloo, raw (mpi4py alone); several stand side by side.", rich_help_panel=_WHAT)
     ] = "mpi",
     buffer: Annotated[
         str,
-        typer.Option(help=f"Of {', '.join(NAMES)}, or module:function for any array interface.", rich_help_panel=_WHAT),
+        typer.Option(help="Of torch, numpy, pickle, cupy, or module:function for others.", rich_help_panel=_WHAT),
     ] = "torch",
     device: Annotated[str, typer.Option(help="Where torch buffers are: cpu or cuda.", rich_help_panel=_WHAT)] = "cpu",
     iterations: Annotated[
@@ -72,6 +76,8 @@ def bench(
     if name is None:
         _list()
         return
+    from echelon.bench.options import Options, parse_sizes
+
     me = identity()
     try:
         options = Options(
@@ -99,6 +105,8 @@ def bench(
     except (ValueError, NoMPI) as error:
         _fail(str(error), quiet=me.rank != 0)
     if mpi is None:
+        from echelon.bench.rank import main
+
         raise typer.Exit(main(options))
     console = Console(stderr=True)
     if console.is_terminal:
@@ -108,18 +116,19 @@ def bench(
 
 
 def _check_files(options: Options) -> None:
+    from echelon.bench.catalogue import ALL
+
     if options.name == ALL and (options.json or options.plot):
         raise ValueError("--json and --plot are for one benchmark: `all` writes both into its --output folder")
-    if options.plot:
-        from importlib.util import find_spec
-
-        if find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'echelon[plot]'")
-        if not options.plot.endswith((".png", ".svg", ".pdf")):
-            raise ValueError(f"--plot {options.plot}: the name must end in .png, .svg or .pdf")
+    if options.plot and not options.plot.endswith(_PICTURES):
+        raise ValueError(f"--plot {options.plot}: the name must end in {', '.join(_PICTURES)}")
+    if options.plot and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'echelon[plot]'")
 
 
 def _list() -> None:
+    from echelon.bench.catalogue import ALL, BENCHMARKS
+
     table = Table(box=None, header_style="bold")
     for column in ("name", "ranks", "what it measures"):
         table.add_column(column, overflow="fold")

@@ -60,6 +60,8 @@ class Options:
 
     def check(self, ranks: int) -> None:
         """Raise a `ValueError` that tells the user what is wrong, if anything is."""
+        if not self.transports or not self.buffers:
+            raise BadRequest("--transport and --buffer must name at least one each")
         for transport in self.transports:
             if transport not in TRANSPORTS:
                 raise BadRequest(f"there is no transport {transport!r}: take of {', '.join(TRANSPORTS)}")

@@ -1,6 +1,6 @@
 """The printed form: OMB's header, columns and widths, so that what reads OMB's output reads this.
 
-Lines of words begin with `#`; a line of figures begins with the size, ten wide, and has columns twenty wide. Several
+Lines of words begin with `#`; a line of figures begins with the size, ten wide, and has columns eighteen wide. Several
 contenders have their columns side by side, named after them.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from echelon.bench.result import Result, Row
 
 _SIZE_WIDTH = 10
-_WIDTH = 20
+_WIDTH = 18
 _ITERATIONS_WIDTH = 12
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
 from echelon import cli
 from echelon.bench.catalogue import BENCHMARKS, find
 from echelon.bench.options import BadRequest, Options, parse_sizes
+from tests.launch import jobs
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,7 @@ def run(*arguments: object):
         (["bcast", "-i", 0], "at least one iteration"),
         (["bcast", "-x", -1], "no fewer than 0"),
         (["bcast", "--transport", "mpi,infiniband"], "there is no transport 'infiniband': take of mpi, gloo, raw"),
+        (["bcast", "--transport", ","], "at least one each"),
         (["bcast", "--buffer", "list"], "there is no buffer 'list'"),
         (["bcast", "--buffer", "numpy:nothing"], "cannot be made"),
         (["bcast", "--buffer", "no_such_module:zeros"], "cannot be made"),
@@ -93,6 +97,12 @@ def test_refused(arguments, words, monkeypatch):
     assert job.exit_code == 2, job.output
     assert job.stderr.startswith("echelon: ")
     assert words in job.stderr
+
+
+def test_other_commands_do_not_wait_for_torch():
+    """It takes a second to import, and `echelon run` has no need of it."""
+    code = "import sys, echelon.cli; sys.exit('torch' in sys.modules)"
+    assert jobs.run(sys.executable, "-c", code).returncode == 0
 
 
 def test_cupy_where_there_is_none(monkeypatch):

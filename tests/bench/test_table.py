@@ -58,7 +58,7 @@ def test_columns(ranks, name, full):
     words = [line for line in lines if line.startswith("#") or not line]
     figures = lines[len(words) :]
     assert words[-1].startswith("# ")
-    widths = [12 if title == "Iterations" else 20 for title in titles]
+    widths = [12 if title == "Iterations" else 18 for title in titles]
     if benchmark.sized:
         assert columns(words[-1], [10, *widths]) == ["# Size", *titles]
         assert [int(columns(line, [10, *widths])[0]) for line in figures] == [8, 16, 32, 64]
@@ -108,15 +108,15 @@ def test_header(ranks, name, first):
 
 def test_validation_adds_a_column(ranks):
     lines = output(ranks, "bcast", validate=True)
-    assert columns(lines[-5], [10, 20, 20])[2] == "Validation"
-    assert [columns(line, [10, 20, 20])[2] for line in lines[-4:]] == ["Pass"] * 4
+    assert columns(lines[-5], [10, 18, 18])[2] == "Validation"
+    assert [columns(line, [10, 18, 18])[2] for line in lines[-4:]] == ["Pass"] * 4
 
 
 def test_contenders_stand_side_by_side(ranks):
     lines = output(ranks, "allgather", validate=True, transports=("mpi", "gloo", "raw"))
     titles = ["# Size", "mpi Avg(us)", "gloo Avg(us)", "raw Avg(us)", "mpi valid", "gloo valid", "raw valid"]
-    assert columns(lines[-5], [10] + [20] * 6) == titles
-    assert all(columns(line, [10] + [20] * 6)[4:] == ["Pass"] * 3 for line in lines[-4:])
+    assert columns(lines[-5], [10] + [18] * 6) == titles
+    assert all(columns(line, [10] + [18] * 6)[4:] == ["Pass"] * 3 for line in lines[-4:])
     assert "# raw: torch buffers through mpi4py alone." in lines
 
 
