@@ -131,6 +131,14 @@ def _with_mpi_rendezvous(env: Callable[..., Iterator[Any]]) -> Callable[..., Ite
     return handler
 
 
+def newest(*names: str) -> Callable[..., Any]:
+    """The first of these that this `torch.distributed` has: torch 2.13 renamed some, and warns of the old."""
+    import torch.distributed as dist
+
+    found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    return found
+
+
 def torch_default_timeout() -> timedelta:
     from torch.distributed import default_pg_timeout
 

@@ -1,0 +1,159 @@
+"""The command `echelon bench`: reads and checks what is asked for, then starts ranks, or is one already.
+
+What imports torch is imported when the command runs, since every other command imports this module too.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from echelon.launch.find import NoMPI, Rejected, find
+from echelon.launch.identity import identity
+from echelon.launch.start import Job, run
+
+if TYPE_CHECKING:
+    from echelon.bench.options import Options
+
+_OUTPUT = "bench-results"
+_PICTURES = (".png", ".svg", ".pdf")
+_WHAT, _HOW, _WHERE = "What is measured", "How it is measured", "What is written"
+
+
+def bench(
+    name: Annotated[
+        Optional[str],
+        typer.Argument(help="The benchmark; `all` runs the suite; without it they are listed.", show_default=False),
+    ] = None,
+    ranks: Annotated[
+        Optional[int], typer.Option("-n", "--ranks", help="How many ranks to start (default: 2).", show_default=False)
+    ] = None,
+    hosts: Annotated[str, typer.Option(help="Where: host1,host2 or host1:4,host2:4 (default: here).")] = "",
+    sizes: Annotated[
+        Optional[str],
+        typer.Option("-m", metavar="[MIN:]MAX", help="Bytes of a message: 4:16M, or 1M.", rich_help_panel=_WHAT),
+    ] = None,
+    transport: Annotated[
+        str, typer.Option(help="Of mpi, gloo, raw (mpi4py alone); several stand side by side.", rich_help_panel=_WHAT)
+    ] = "mpi",
+    buffer: Annotated[
+        str,
+        typer.Option(help="Of torch, numpy, pickle, cupy, or module:function for others.", rich_help_panel=_WHAT),
+    ] = "torch",
+    device: Annotated[str, typer.Option(help="Where torch buffers are: cpu or cuda.", rich_help_panel=_WHAT)] = "cpu",
+    iterations: Annotated[
+        Optional[int],
+        typer.Option("-i", "--iterations", help="Calls that are timed at each size.", rich_help_panel=_HOW),
+    ] = None,
+    warmup: Annotated[
+        Optional[int], typer.Option("-x", "--warmup", help="Calls before them that are not.", rich_help_panel=_HOW)
+    ] = None,
+    validate: Annotated[
+        bool, typer.Option("-c", "--validation", help="Check what every rank has received.", rich_help_panel=_HOW)
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("-f", "--full", help="Show minimum, maximum and iterations too.", rich_help_panel=_WHERE)
+    ] = False,
+    json: Annotated[str, typer.Option(metavar="FILE", help="The result as JSON.", rich_help_panel=_WHERE)] = "",
+    plot: Annotated[
+        str, typer.Option(metavar="FILE", help="A picture: .png, .svg, .pdf.", rich_help_panel=_WHERE)
+    ] = "",
+    output: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help=f"Where `all` puts its report (default: {_OUTPUT}).", rich_help_panel=_WHERE
+        ),
+    ] = "",
+) -> None:
+    """Measure messages and collectives, in the form of the OSU micro-benchmarks."""
+    if name is None:
+        _list()
+        return
+    from echelon.bench.options import Options, parse_sizes
+
+    me = identity()
+    try:
+        options = Options(
+            name,
+            *(parse_sizes(sizes) if sizes is not None else (None, None)),
+            iterations,
+            warmup,
+            full,
+            validate,
+            _several(transport),
+            _several(buffer),
+            device,
+            json,
+            plot,
+            output or _OUTPUT,
+        )
+        size = me.size if me.in_mpi_world else 2 if ranks is None else ranks
+        options.check(size)
+        _check_files(options)
+        if me.in_mpi_world and ranks not in (None, me.size):
+            raise ValueError(f"-n {ranks}: this is already one of {me.size} ranks; leave -n out under an MPI launcher")
+        if me.launcher == "torchrun":
+            raise ValueError("torchrun makes no MPI world: use `echelon bench -n N …`, mpiexec or srun")
+        mpi = None if me.in_mpi_world else find(passed_over=_pass_over)
+    except (ValueError, NoMPI) as error:
+        _fail(str(error), quiet=me.rank != 0)
+    if mpi is None:
+        from echelon.bench.rank import main
+
+        raise typer.Exit(main(options))
+    console = Console(stderr=True)
+    if console.is_terminal:
+        options = replace(options, terminal=console.width)
+    command = [sys.executable, "-m", "echelon.bench", options.to_text()]
+    raise typer.Exit(run(Job(size, command, _several(hosts)), mpi))
+
+
+def _check_files(options: Options) -> None:
+    from echelon.bench.catalogue import ALL
+
+    if options.name == ALL and (options.json or options.plot):
+        raise ValueError("--json and --plot are for one benchmark: `all` writes both into its --output folder")
+    if options.plot and not options.plot.endswith(_PICTURES):
+        raise ValueError(f"--plot {options.plot}: the name must end in {', '.join(_PICTURES)}")
+    if options.plot and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'echelon[plot]'")
+
+
+def _list() -> None:
+    from echelon.bench.catalogue import ALL, BENCHMARKS
+
+    table = Table(box=None, header_style="bold")
+    for column in ("name", "ranks", "what it measures"):
+        table.add_column(column, overflow="fold")
+    for benchmark in BENCHMARKS.values():
+        ranks = {"two": "2", "even": "2, 4, 6, …", "any": "2 or more"}[benchmark.ranks]
+        table.add_row(f"[cyan]{benchmark.name}[/]", ranks, escape(benchmark.what))
+    table.add_row(f"[cyan]{ALL}[/]", "2 or more", "all that the number of ranks allows, into a folder with a report")
+    console = Console()
+    console.print(table)
+    console.print("\ntry [bold]echelon bench allreduce -n 2 -m 4:1M -c[/], and [bold]echelon bench --help[/]")
+
+
+def _several(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _pass_over(other: Rejected) -> None:
+    _say(f"passing over {other.mpiexec}: {other.reason}")
+
+
+def _say(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[red]echelon:[/] {escape(message)}", highlight=False)
+
+
+def _fail(message: str, quiet: bool) -> NoReturn:
+    if not quiet:
+        _say(message)
+    raise typer.Exit(2)
