@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.launch.cluster import Cluster, ClusterSpec, LinkBytes, NoCluster, cluster, obstacle
+from echelon.launch.cluster import Cluster, ClusterSpec, LinkBytes, NoCluster, _on_cores, cluster, obstacle
 from echelon.launch.find import find
 from echelon.launch.start import Job, run
 from tests.launch.jobs import ROOT, SCRIPTS, echelon, environment, result
@@ -112,6 +112,14 @@ def test_nodes_are_apart(tmp_path):
     assert machine() == before
 
 
+def test_nodes_have_cores_of_their_own_where_there_are_enough(monkeypatch):
+    spec = ClusterSpec.parse("2x2@1gbit")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    assert [_on_cores(spec, node) for node in range(2)] == [["taskset", "-c", "0,1,2,3"], ["taskset", "-c", "4,5,6,7"]]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    assert _on_cores(spec, 0) == []
+
+
 SEND = """
 import socket, sys, time
 receiver = socket.create_connection(("n2", 5000))
@@ -149,7 +157,7 @@ def test_the_rate_is_a_limit():
     slow, counted = stream("20mbit", size)
     fast, _ = stream("200mbit", 10 * size)
     assert slow > 0.95 * size * 8 / 20e6
-    assert fast / 10 < slow / 3
+    assert fast / 10 < slow / 2
     for sent, received in ((counted["n1"].sent, counted["n1"].received), (counted["n2"].received, counted["n2"].sent)):
         assert size < sent < 1.1 * size
         assert received < 0.1 * size
@@ -219,45 +227,48 @@ def everybody() -> set[int]:
     return {int(folder.name) for folder in Path("/proc").glob("[0-9]*")}
 
 
+def rank_1(processes: set[int]) -> int:
+    """The one of these that is rank 1 itself, and not a shell or daemon above it."""
+    marks = {b"PMI_RANK=1", b"OMPI_COMM_WORLD_RANK=1"}
+    [rank] = [p for p in processes if marks & set(Path(f"/proc/{p}/environ").read_bytes().split(b"\0"))]
+    return rank
+
+
 @emulated
 @pytest.mark.parametrize(
-    "stop",
-    ["raises", "killed", signal.SIGINT, signal.SIGTERM, signal.SIGKILL],
-    ids=lambda stop: stop if isinstance(stop, str) else stop.name,
+    ("who", "number", "codes"),
+    [
+        ("rank", signal.SIGINT, {130}),  # raises KeyboardInterrupt there
+        ("rank", signal.SIGKILL, None),
+        ("launcher", signal.SIGINT, None),
+        ("launcher", signal.SIGTERM, None),
+        ("launcher", signal.SIGKILL, {-9}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", ""),
 )
-def test_everything_is_taken_down(stop, tmp_path):
+def test_everything_is_taken_down(who, number, codes, tmp_path):
     """Whether the script raises, a rank is killed, or the launcher is stopped or killed itself."""
     before = machine()
-    how = stop if isinstance(stop, str) else "sleeps"
-    command = [sys.executable, "-m", "echelon.cli", "run", "--cluster", "2x1@1gbit", str(SCRIPTS / "ends.py"), how]
-    job = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment(TMPDIR=str(tmp_path)),
-        cwd=ROOT,
-    )
-    lines = 0
-    while lines < 2:
-        line = job.stdout.readline()
+    command = [sys.executable, "-m", "echelon.cli", "run", "--cluster", "2x1@1gbit", SCRIPTS / "ends.py", "sleeps"]
+    own = environment(TMPDIR=str(tmp_path))
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=own, cwd=ROOT)
+    while (line := job.stdout.readline()) != "SLEEPING\n":
         assert line, "the job ended by itself"
-        lines += line.startswith("PROCESS")
     processes = descendants(job.pid)
-    own = networks(processes) - networks({os.getpid()})
-    if how == "sleeps":
-        assert len(own) == 3  # two nodes and the head
-        assert machine() == before
-        job.send_signal(stop)
-    assert job.wait(30) != 0
+    made = networks(processes) - networks({os.getpid()})
+    assert len(made) == 3  # two nodes and the head
+    assert machine() == before
+    os.kill(job.pid if who == "launcher" else rank_1(processes), number)
+    code = job.wait(30)
     job.stdout.close()
+    assert code in codes if codes else code != 0, code
     deadline = time.monotonic() + 15
-    while (any(map(alive, processes)) or networks(everybody()) & own) and time.monotonic() < deadline:
+    while (any(map(alive, processes)) or networks(everybody()) & made) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [process for process in processes if alive(process)]
-    assert not networks(everybody()) & own
-    assert machine() == before
+    assert not networks(everybody()) & made
     assert not list(tmp_path.iterdir())
+    assert machine() == before
 
 
 @emulated
