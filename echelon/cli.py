@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from echelon.bench.command import bench
 from echelon.doctor import examine
+from echelon.launch.cluster import ClusterSpec, NoCluster
 from echelon.launch.find import NoMPI, find
 from echelon.launch.start import Job
 from echelon.launch.start import run as start
@@ -34,8 +36,14 @@ def _main() -> None:
 def run(
     script: Annotated[str, typer.Argument(help="The Python script to run; `-m module` works too.", show_default=False)],
     arguments: Annotated[Optional[list[str]], typer.Argument(help="Passed to the script.", show_default=False)] = None,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")] = 1,
+    ranks: Annotated[
+        Optional[int], typer.Option("-n", "--ranks", min=1, help="How many ranks to start (default: 1).")
+    ] = None,
     hosts: Annotated[str, typer.Option(help="Where: host1,host2 or host1:4,host2:4 (default: here).")] = "",
+    cluster: Annotated[
+        str,
+        typer.Option(help="On an emulated cluster: nodes x ranks @ rate [+ latency], as 2x2@1gbit or 2x2@1gbit+1ms."),
+    ] = "",
     prefix: Annotated[bool, typer.Option("--prefix", help="Begin each line of output with its rank.")] = False,
     record: Annotated[
         Optional[Path], typer.Option(help="A new folder for a record of all communication, for `echelon trace`.")
@@ -49,10 +57,20 @@ def run(
     except NoMPI as error:
         _fail(str(error))
     command = [sys.executable, script, *(arguments or [])]
-    job = Job(ranks, command, tuple(host for host in hosts.split(",") if host), prefix, record)
-    raise typer.Exit(start(job, mpi))
+    names = tuple(host for host in hosts.split(",") if host)
+    try:
+        spec = ClusterSpec.parse(cluster) if cluster else None
+        if spec and (names or (ranks or spec.ranks) != spec.ranks):
+            raise NoCluster(
+                f"--cluster {cluster} has {spec.ranks} ranks on {spec.nodes} nodes: leave -n and --hosts out"
+            )
+        job = Job(spec.ranks if spec else ranks or 1, command, names, prefix, spec, record)
+        raise typer.Exit(start(job, mpi))
+    except NoCluster as error:
+        _fail(str(error))
 
 
+app.command()(bench)
 app.command()(trace)
 
 

@@ -90,15 +90,15 @@ def account(sight: Sight) -> str:
 
 
 def exit_code(sight: Sight, code: int) -> int:
-    """The job's: that of the rank that fell first, where it told; else `code`, which the launcher of MPI gave.
+    """The job's: that of the rank that fell first, where it told; else 1, if a rank handed in why the job fails; else
+    `code`, which the launcher of MPI gave.
 
     Some give 0 although a rank vanished in the middle: others, which waited for it, bear witness.
     """
-    if sight.failure:
-        return 1
     first = [sight.states[rank].code for rank in sight.fallen[:1] if rank in sight.states]
     waiting = any(group.under_way for state in sight.states.values() for group in state.groups)
-    return next(filter(None, first), code or int(bool(sight.fallen) and waiting))
+    otherwise = 1 if sight.failure else code or int(bool(sight.fallen) and waiting)
+    return next(filter(None, first), otherwise)
 
 
 def post_mortem(sight: Sight, code: int) -> str:

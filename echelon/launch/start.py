@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import math
 import os
 import re
@@ -20,10 +21,11 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from echelon.launch.cluster import Cluster, ClusterSpec, cluster
 from echelon.launch.find import Installation
 from echelon.launch.logbook import FOLDER_VARIABLE
 from echelon.launch.report import exit_code, post_mortem
@@ -38,28 +40,43 @@ _OPEN_MPI_TAG = re.compile(rb"^\[[^\]]*,(\d+)\]<std(?:out|err)>:\s?")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run: `command` on `ranks` ranks, on this machine or spread over `hosts` (each `name` or `name:ranks`)."""
+    """What to run: `command` on `ranks` ranks, on this machine or spread over `hosts` (each `name` or `name:ranks`).
+
+    Or on this machine, divided into the nodes of a `cluster`. `record` is where the ranks record what they send.
+    """
 
     ranks: int
     command: Sequence[str]
     hosts: tuple[str, ...] = ()
     prefix_output: bool = False
-    record: Path | None = None  # where the ranks write what they communicate
+    cluster: ClusterSpec | None = None
+    record: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.cluster is not None and (self.hosts or self.ranks != self.cluster.ranks):
+            raise ValueError(f"a job on {self.cluster} has its {self.cluster.ranks} ranks, and no other hosts")
 
     @property
     def ranks_per_host(self) -> int:
+        """How many share a real machine: an emulated cluster is one."""
         return math.ceil(self.ranks / max(len(self.hosts), 1))
 
 
 def run(job: Job, mpi: Installation) -> int:
     """Run the job to its end and return its exit code: that of the rank that failed, if one did."""
     identifier = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="echelon-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-        watch = Watch(Path(folder), elsewhere=bool(job.hosts))
+    with (
+        tempfile.TemporaryDirectory(prefix="echelon-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder,
+        _cluster_of(job, Path(folder)) as nodes,
+    ):
+        watch = Watch(Path(folder), elsewhere=bool(job.hosts), listener=nodes.listen() if nodes else None)
         marks = {_JOB_VARIABLE: identifier, VARIABLE: watch.address, FOLDER_VARIABLE: folder}
         marks |= {RECORD_VARIABLE: str(job.record.absolute())} if job.record else {}
+        command = command_line(job, mpi)
+        if nodes:
+            command, marks = nodes.from_head(command), marks | nodes.environment()
         process = subprocess.Popen(
-            command_line(job, mpi),
+            command,
             env=dict(os.environ) | rank_environment(job, mpi) | marks,
             stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
             stdout=subprocess.PIPE if job.prefix_output else None,
@@ -74,6 +91,8 @@ def run(job: Job, mpi: Installation) -> int:
                 if process.stdout is not None:
                     _print_prefixed(process.stdout)
                 code = _exit_code(process.wait())
+            if nodes and job.record:
+                _write_links(nodes, job.record)
             watch.close()
             sight = watch.sight()
             if received or not sight.states:
@@ -87,20 +106,22 @@ def run(job: Job, mpi: Installation) -> int:
 
 def command_line(job: Job, mpi: Installation) -> list[str]:
     """The launcher's command for the job, with the flags it needs (none to bind: ranks take their cores themselves)."""
+    hosts = job.cluster.hosts if job.cluster else job.hosts
     if mpi.family == "Open MPI":
         flags = ["--oversubscribe", "--bind-to", "none"]
         if os.geteuid() == 0:
             flags.append("--allow-run-as-root")
-        if job.hosts:
-            flags += ["--host", ",".join(job.hosts)]
-            for name in (*_defaults(job, mpi), _JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE, RECORD_VARIABLE):
+        if hosts:
+            flags += ["--host", ",".join(hosts)]
+            recording = (RECORD_VARIABLE,) if job.record else ()
+            for name in (*_defaults(job, mpi), _JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE, *recording):
                 flags += ["-x", name]
         if job.prefix_output:
             flags.append("--tag-output")
     else:
         flags = []
-        if job.hosts:
-            flags += ["-hosts", ",".join(job.hosts)]
+        if hosts:
+            flags += ["-hosts", ",".join(hosts)]
         if job.prefix_output:
             flags.append("-prepend-rank")
     return [str(mpi.mpiexec), *flags, "-n", str(job.ranks), *job.command]
@@ -122,6 +143,27 @@ def cores_per_rank(job: Job) -> int:
     """This machine's cores, shared among the ranks of a host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // job.ranks_per_host, 1)
+
+
+def _cluster_of(job: Job, folder: Path) -> contextlib.AbstractContextManager[Cluster | None]:
+    """The cluster that the job is to run on, if any; its nodes can see the logbooks and the record."""
+    if job.cluster is None:
+        return contextlib.nullcontext()
+    if job.record is None:
+        return cluster(job.cluster, [folder])
+    job.record.mkdir(parents=True, exist_ok=True)
+    return cluster(job.cluster, [folder, job.record.resolve()])
+
+
+def _write_links(nodes: Cluster, record: Path) -> None:
+    """What has crossed every node's link, beside what the ranks have recorded."""
+    counted = nodes.link_bytes()
+    links = {
+        "rate_bits": nodes.spec.rate_bits,
+        "latency_s": nodes.spec.latency_s,
+        "nodes": [{"name": n, "ranks": nodes.spec.ranks_of(n)} | asdict(link) for n, link in counted.items()],
+    }
+    (record / "links.json").write_text(json.dumps(links, indent=1) + "\n")
 
 
 def _end_with_parent() -> None:

@@ -42,13 +42,15 @@ class Sight:
 class Watch:
     """The keeper's side. `folder` is where ranks of this machine have their logbooks, if it is shared with them."""
 
-    def __init__(self, folder: Path | None = None, *, elsewhere: bool = False) -> None:
-        """`elsewhere`: whether ranks on other machines must be able to come in."""
+    def __init__(
+        self, folder: Path | None = None, *, elsewhere: bool = False, listener: socket.socket | None = None
+    ) -> None:
+        """`elsewhere`: whether ranks on other machines must be able to come in; `listener`: where else they come in."""
         self._folder = folder
-        self._listener = socket.create_server(("" if elsewhere else "127.0.0.1", 0), backlog=1024)
+        self._listener = listener or socket.create_server(("" if elsewhere else "127.0.0.1", 0), backlog=1024)
         self._token = secrets.token_hex(16)
-        host = socket.gethostname() if elsewhere else "127.0.0.1"
-        self.address = f"{host}:{self._listener.getsockname()[1]}:{self._token}"
+        host, port = self._listener.getsockname()
+        self.address = f"{socket.gethostname() if elsewhere else host}:{port}:{self._token}"
         self._latest: dict[int, Any] = {}
         self._fallen: list[int] = []
         self._failure = ""

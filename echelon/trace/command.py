@@ -60,7 +60,7 @@ def _draw(logs: dict[int, Log], file: Path) -> None:
 
         draw(logs, file)
     except ModuleNotFoundError:
-        sys.exit("echelon: pictures need matplotlib: pip install matplotlib")
+        sys.exit("echelon: pictures need matplotlib: pip install 'echelon[plot]'")
     except ValueError as error:
         sys.exit(f"echelon: {file} cannot be drawn: {error}")
 

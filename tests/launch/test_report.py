@@ -186,6 +186,7 @@ def test_account_and_exit_code():
     ]
     books[1].end("exited with code 7", 7)
     assert exit_code(sight(*books, fallen=(1, 0)), 9) == 7
+    assert exit_code(sight(*books, fallen=(1, 0), failure="x"), 9) == 7
     assert exit_code(sight(*books, failure="x"), 9) == 1
     at_once = [book(rank, "barrier", 3, under_way=False) for rank in range(3)]
     assert exit_code(sight(*at_once, fallen=(0, 1, 2)), 0) == 0  # all left by os._exit, their work done
