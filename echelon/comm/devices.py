@@ -13,7 +13,7 @@ import threading
 import torch
 
 from echelon.comm.streams import Ordering
-from echelon.comm.transports import Transport
+from echelon.comm.transports import Transport, of_our_own
 from echelon.comm.transports.direct import DirectTransport, cuda_aware
 from echelon.comm.transports.gpu_memory import outboxes
 from echelon.comm.transports.shared import share_gpu
@@ -36,7 +36,7 @@ class Devices:
             raise ValueError(f"this group moves CPU and CUDA tensors, and this tensor is on {device}")
         with self._lock:
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
+                self._streams[device] = torch.cuda.Stream(**of_our_own(device))
         return Ordering(device, self._streams[device])
 
     def for_messages(self, device: torch.device) -> Transport:

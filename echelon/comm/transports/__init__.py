@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +96,11 @@ def parts(count: int, size: int) -> list[slice]:
     """`count` things, in runs of `size`."""
     size = max(size, 1)
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def of_our_own(device: torch.device) -> dict[str, Any]:
+    """Arguments for a stream. PyTorch hands out 32 of a priority in turn: those of another one are not the caller's."""
+    return {"device": device, "priority": -1} if device.type == "cuda" else {}
 
 
 def copy_memory(target: Tensor, source: Tensor) -> None:

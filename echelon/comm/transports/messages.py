@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from echelon.comm.transports import Request, Transport, gpu_memory, parts
+from echelon.comm.transports import Request, Transport, gpu_memory, of_our_own, parts
 from echelon.comm.transports.gpu_memory import Outbox
 
 CHUNK = 2**22  # bytes: as many as MPI moves fastest (benchmarks/h200/comm.py)
@@ -57,8 +57,7 @@ class DeviceMessages:
         self._opened: dict[int, Tensor] = {}  # peers' outboxes
         self._pin = device.type != "cpu"
         self._device = torch.get_device_module(device)
-        place = {"device": device} if device.type == "cuda" else {}  # or it would be the thread's current device
-        self._in, self._out = (self._device.Stream(**place) for _ in range(2))
+        self._in, self._out = (self._device.Stream(**of_our_own(device)) for _ in range(2))
         self._highest_tag = host.highest_tag - _OWN_TAGS - 1
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Request:

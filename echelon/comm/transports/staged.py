@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, parts
+from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, of_our_own, parts
 from echelon.comm.transports.gpu_memory import Outbox
 from echelon.comm.transports.messages import CHUNK, DeviceMessages
 
@@ -55,8 +55,7 @@ class StagedTransport:
         self._host = host
         self._pin = device.type != "cpu"
         self._device = torch.get_device_module(device)
-        place = {"device": device} if device.type == "cuda" else {}  # or it would be the thread's current device
-        self._in, self._out = (self._device.Stream(**place) for _ in range(2))
+        self._in, self._out = (self._device.Stream(**of_our_own(device)) for _ in range(2))
         self._slots = [_Slot(self._device.Event(), self._device.Event()) for _ in range(_DEPTH)]
         self._messages = DeviceMessages(host, device, outbox)
 
