@@ -36,8 +36,10 @@ _PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "tas
 _NETWORK = ipaddress.IPv4Network("10.0.0.0/16")
 _HEAD, _HEAD_ADDRESS = "head", _NETWORK[-2]
 _FRAME = 1514
-_OWN = ("--net", "--uts", "--mount")  # what the head has of its own; a node also has:
-_NODES_OWN = ("--ipc", "--pid")  # MPI takes those who share these for neighbours, and would go past the link
+_OWN = ("--net", "--uts", "--mount")  # what the head has of its own
+# A node also has these: UCX takes all who share the first for neighbours, and would move their messages through shared
+# memory, past the link; the end of the first process in the second ends all others.
+_NODES_OWN = ("--ipc", "--pid")
 _HOLD = Path(__file__).with_name("node.sh")
 
 
