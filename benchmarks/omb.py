@@ -52,11 +52,12 @@ MEASURES = (Measure("latency", "latency_us", "µs", 1000, 100), Measure("bw", "m
 
 @dataclass(frozen=True)
 class Point:
-    """One size: median and interquartile range of each contender."""
+    """One size: the quartiles of each contender."""
 
     size: int
+    low: dict[str, float]
     median: dict[str, float]
-    spread: dict[str, float]
+    high: dict[str, float]
 
 
 def run_ours(measure: Measure, figures: Figures) -> dict[str, Any]:
@@ -91,14 +92,11 @@ def run_native(measure: Measure, folder: Path, figures: Figures) -> str:
 def points(figures: Figures) -> list[Point]:
     result = []
     for size in figures["mpi"]:
-        quartiles = {name: np.percentile(by_size[size], [25, 50, 75]) for name, by_size in figures.items()}
-        result.append(
-            Point(
-                size,
-                {name: float(middle) for name, (_, middle, _) in quartiles.items()},
-                {name: float(high - low) for name, (low, _, high) in quartiles.items()},
-            )
-        )
+        quartiles = [
+            {name: float(np.percentile(by_size[size], percent)) for name, by_size in figures.items()}
+            for percent in (25, 50, 75)
+        ]
+        result.append(Point(size, *quartiles))
     return result
 
 
@@ -109,7 +107,7 @@ def table(measure: Measure, rows: list[Point]) -> Table:
         result.add_column(column, justify="right")
     for row in rows:
         if row.size in SHOWN:
-            cells = [f"{row.median[name]:,.2f} ± {row.spread[name]:,.2f}" for name in contenders]
+            cells = [f"{row.median[name]:,.2f} ± {row.high[name] - row.low[name]:,.2f}" for name in contenders]
             result.add_row(human(row.size), *cells, f"{row.median['mpi'] / row.median['raw']:.2f}")
     return result
 
@@ -123,12 +121,9 @@ def plot(results: dict[str, list[Point]], path: Path) -> None:
         rows = results[measure.name]
         sizes = [row.size for row in rows]
         for name in rows[0].median:
-            middle = np.array([row.median[name] for row in rows])
-            half = np.array([row.spread[name] for row in rows]) / 2
+            low, middle, high = zip(*((row.low[name], row.median[name], row.high[name]) for row in rows), strict=True)
             axis.plot(sizes, middle, color=COLOURS[name], marker="o", markersize=3, label=CONTENDERS[name])
-            axis.fill_between(
-                sizes, np.maximum(middle - half, middle / 3), middle + half, color=COLOURS[name], alpha=0.2
-            )
+            axis.fill_between(sizes, low, high, color=COLOURS[name], alpha=0.2)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:,g}")
@@ -162,7 +157,7 @@ def main() -> None:
         console.print(table(measure, results[measure.name]))
     if arguments.json:
         result = {
-            "what": "latency (µs) and bandwidth (MB/s): medians and interquartile ranges",
+            "what": "latency (µs) and bandwidth (MB/s) between two ranks: quartiles over the repetitions",
             "machine": machine,
             "repetitions": arguments.repetitions,
             "measures": [asdict(measure) for measure in MEASURES],

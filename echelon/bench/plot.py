@@ -9,7 +9,7 @@ from typing import Any
 from echelon.bench.result import Result
 
 _FIGURES = {"latency": "latency_us", "bandwidth": "mb_per_s", "rate": "mb_per_s", "overlap": "overall_us"}
-_UNITS = {"latency": "µs", "bandwidth": "MB/s", "rate": "MB/s", "overlap": "µs, with computing beside"}
+_UNITS = {"latency": "µs", "bandwidth": "MB/s", "rate": "MB/s", "overlap": "µs, computing beside"}
 _COLOURS = {"mpi": "#1f6fb4", "gloo": "#e8862a", "raw": "#8a8f98"}
 _OTHERS = ("#2a9d76", "#b4436c", "#6c5fc7", "#c9a227", "#3aa6b9", "#7a5c3e")
 _NAMES = {"mpi": "Echelon over MPI", "gloo": "Gloo", "raw": "mpi4py alone"}
