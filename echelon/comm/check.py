@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from echelon.launch.report import ranks_text
 CHECKING = os.environ.get("ECHELON_CHECK", "0") not in ("", "0")
 
 
-def compare(transport: Transport, call: Call, ranks: list[int]) -> None:
+def compare(transport: Transport, call: Call, ranks: Sequence[int]) -> None:
     """Raise an error unless all ranks (whose numbers in the world are `ranks`) are about to do the same."""
     shown = show(transport, _words(call))
     same = defaultdict(list)
@@ -69,7 +70,7 @@ def _word(argument: Any) -> str:
     return f"root {argument}"
 
 
-def _compare_splits(transport: Transport, call: Call, ranks: list[int]) -> None:
+def _compare_splits(transport: Transport, call: Call, ranks: Sequence[int]) -> None:
     """What a rank sends to another must be what that one expects."""
     expected, sent = (_counts(transport, *pair) for pair in _pairs(call))
     announced = torch.empty(transport.size, dtype=torch.int64)

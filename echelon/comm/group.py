@@ -78,7 +78,7 @@ class EchelonGroup(ProcessGroup):
         `nccl`, where there is one, makes the transport for CUDA tensors.
         """
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
-        self._ranks = ranks
+        self._ranks = tuple(ranks)
         self._logbook = logbook()
         self._row = self._logbook.open_row(name, ranks, timeout.total_seconds())
         self._transport = transport
@@ -403,7 +403,7 @@ class EchelonGroup(ProcessGroup):
 
     def _record(self, operation: str, dtype: torch.dtype | None, payload: int, peer: int | None = None) -> Record:
         """The beginning of one, handed to those who record."""
-        names = self._name, dimension_of(self._name, self._description), tuple(self._ranks)
+        names = self._name, dimension_of(self._name, self._description), self._ranks
         record = Record(operation, *names, str(dtype or "").removeprefix("torch."), payload, now(), peer=peer)
         recorder.add(record)
         return record
