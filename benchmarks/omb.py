@@ -47,7 +47,7 @@ class Measure:
         return ["-m", f"1:{2**22}", "-i", str(self.iterations), "-x", str(self.warmup)]
 
 
-MEASURES = (Measure("latency", "latency_us", "µs", 1000, 100), Measure("bw", "mb_per_s", "MB/s", 20, 2))
+MEASURES = (Measure("latency", "latency_us", "µs", 200, 20), Measure("bw", "mb_per_s", "MB/s", 10, 2))
 
 
 @dataclass(frozen=True)
