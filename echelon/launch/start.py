@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +35,6 @@ from echelon.launch.watch import VARIABLE, Watch
 RECORD_VARIABLE = "ECHELON_RECORD"
 _JOB_VARIABLE = "ECHELON_JOB"  # marks every process of a job, wherever its launcher put it
 _GRACE_SECONDS = 5.0
-_MEMORY = Path("/dev/shm")  # where a file costs no disk
 _OPEN_MPI_TAG = re.compile(rb"^\[[^\]]*,(\d+)\]<std(?:out|err)>:\s?")
 
 
@@ -65,8 +65,9 @@ class Job:
 def run(job: Job, mpi: Installation) -> int:
     """Run the job to its end and return its exit code: that of the rank that failed, if one did."""
     identifier = uuid.uuid4().hex
+    _remove_leftovers()
     with (
-        tempfile.TemporaryDirectory(prefix="echelon-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder,
+        tempfile.TemporaryDirectory(prefix=f"echelon-{os.getpid()}-", dir=_memory()) as folder,
         _cluster_of(job, Path(folder)) as nodes,
     ):
         watch = Watch(Path(folder), elsewhere=bool(job.hosts), listener=nodes.listen() if nodes else None)
@@ -143,6 +144,20 @@ def cores_per_rank(job: Job) -> int:
     """This machine's cores, shared among the ranks of a host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // job.ranks_per_host, 1)
+
+
+def _memory() -> Path:
+    """Where a file costs no disk."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+def _remove_leftovers() -> None:
+    """Those of launchers that were killed and could not do it themselves."""
+    for folder in _memory().glob("echelon-*-*"):
+        number = folder.name.split("-")[1]
+        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cluster_of(job: Job, folder: Path) -> contextlib.AbstractContextManager[Cluster | None]:

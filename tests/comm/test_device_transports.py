@@ -164,8 +164,8 @@ def exchange(kind: str, folder: str) -> None:
 
 
 @small
-def wrong_size() -> None:
-    over = StagedTransport(dist.group.WORLD._transport, torch.device("cpu"), FileOutbox("", ""))
+def wrong_size(folder: str) -> None:
+    over = transport("refused", folder)
     if over.rank == 0:
         over.send(torch.zeros(100), 1, 0)
     else:
@@ -184,5 +184,5 @@ def test_messages(ranks, tmp_path, kind):
     ranks(RANKS, exchange, kind, str(tmp_path))
 
 
-def test_message_of_another_size(ranks):
-    ranks(2, wrong_size)
+def test_message_of_another_size(ranks, tmp_path):
+    ranks(2, wrong_size, str(tmp_path))

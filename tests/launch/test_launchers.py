@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,3 +164,17 @@ def test_a_failed_job_ends_although_its_launcher_does_not(tmp_path, capfd):
     assert start.run(start.Job(1, [sys.executable, "-c", rank]), mpi) == 1
     assert time.monotonic() - started < 15
     assert capfd.readouterr().err == "echelon: on purpose\n"
+
+
+def test_leftovers_of_killed_launchers_are_removed():
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left, mine = (start._memory() / f"echelon-{number}-test" for number in (dead.pid, os.getpid()))
+    for folder in (left, mine):
+        folder.mkdir()
+        (folder / "0").touch()
+    try:
+        start._remove_leftovers()
+        assert (left.exists(), mine.exists()) == (False, True)
+    finally:
+        shutil.rmtree(mine)
