@@ -15,6 +15,7 @@ from echelon.bench.command import bench
 from echelon.doctor import examine
 from echelon.launch.cluster import ClusterSpec, NoCluster
 from echelon.launch.find import NoMPI, find
+from echelon.launch.say import fail, say
 from echelon.launch.start import Job
 from echelon.launch.start import run as start
 from echelon.trace.command import trace
@@ -51,11 +52,11 @@ def run(
 ) -> None:
     """Run a script on several ranks, with the machine's own MPI."""
     if record is not None and record.exists() and (not record.is_dir() or any(record.iterdir())):
-        _fail(f"{record} exists and is not an empty folder: a record needs one of its own")
+        fail(f"{record} exists and is not an empty folder: a record needs one of its own")
     try:
-        mpi = find(passed_over=lambda other: _say(f"passing over {other.mpiexec}: {other.reason}"))
+        mpi = find(passed_over=lambda other: say(f"passing over {other.mpiexec}: {other.reason}"))
     except NoMPI as error:
-        _fail(str(error))
+        fail(str(error))
     command = [sys.executable, script, *(arguments or [])]
     names = tuple(host for host in hosts.split(",") if host)
     try:
@@ -67,7 +68,7 @@ def run(
         job = Job(spec.ranks if spec else ranks or 1, command, names, prefix, spec, record)
         raise typer.Exit(start(job, mpi))
     except NoCluster as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 app.command()(bench)
@@ -90,15 +91,6 @@ def doctor() -> None:
     if wrong:
         raise typer.Exit(1)
     console.print("[green]all is well[/]: try [bold]echelon run -n 2 your_script.py[/]")
-
-
-def _fail(message: str) -> None:
-    _say(message)
-    raise typer.Exit(1)
-
-
-def _say(message: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[red]echelon:[/] {escape(message)}", highlight=False)
 
 
 if __name__ == "__main__":

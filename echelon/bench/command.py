@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from echelon.launch.find import NoMPI, Rejected, find
 from echelon.launch.identity import identity
+from echelon.launch.say import fail, say
 from echelon.launch.start import Job, run
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ def bench(
             raise ValueError("torchrun makes no MPI world: use `echelon bench -n N …`, mpiexec or srun")
         mpi = None if me.in_mpi_world else find(passed_over=_pass_over)
     except (ValueError, NoMPI) as error:
-        _fail(str(error), quiet=me.rank != 0)
+        if me.rank:  # the first rank says it for all
+            raise typer.Exit(2) from None
+        fail(str(error), 2)
     if mpi is None:
         from echelon.bench.rank import main
 
@@ -146,14 +149,4 @@ def _several(text: str) -> tuple[str, ...]:
 
 
 def _pass_over(other: Rejected) -> None:
-    _say(f"passing over {other.mpiexec}: {other.reason}")
-
-
-def _say(message: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[red]echelon:[/] {escape(message)}", highlight=False)
-
-
-def _fail(message: str, quiet: bool) -> NoReturn:
-    if not quiet:
-        _say(message)
-    raise typer.Exit(2)
+    say(f"passing over {other.mpiexec}: {other.reason}")

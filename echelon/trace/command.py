@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.comm.records import Log, read
+from echelon.launch.say import fail
 from echelon.trace.chrome import timeline
 from echelon.trace.links import Link, read_links
 from echelon.trace.summary import Line, Summary, summarise, traffic
@@ -48,9 +48,9 @@ def _read(folder: Path) -> dict[int, Log]:
     try:
         logs = read(folder)
     except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"echelon: {folder} cannot be read: {error}")
+        fail(f"{folder} cannot be read: {error}")
     if not logs:
-        sys.exit(f"echelon: {folder} holds no record: `echelon run --record {folder} …` writes one")
+        fail(f"{folder} holds no record: `echelon run --record {folder} …` writes one")
     return logs
 
 
@@ -60,9 +60,9 @@ def _draw(logs: dict[int, Log], file: Path) -> None:
 
         draw(logs, file)
     except ModuleNotFoundError:
-        sys.exit("echelon: pictures need matplotlib: pip install 'echelon[plot]'")
+        fail("pictures need matplotlib: pip install 'echelon[plot]'")
     except ValueError as error:
-        sys.exit(f"echelon: {file} cannot be drawn: {error}")
+        fail(f"{file} cannot be drawn: {error}")
 
 
 def _csv(lines: list[Line]) -> str:
