@@ -107,6 +107,7 @@ class EchelonGroup(ProcessGroup):
             and tensor.is_cpu
             and not tensor.is_sparse
             and tensor.is_contiguous()
+            and not (self._transport.patient and tensor.nbytes >= operations.PATIENT_ALL_REDUCE)
             and not profiling()
             and not recorder.logs
             and self._lane.try_call(

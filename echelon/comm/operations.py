@@ -24,6 +24,7 @@ from echelon.comm.transports import Transport, copy_memory
 # Sizes in bytes at which one way becomes faster than another, with MPICH and with Open MPI (benchmarks/collectives.py).
 _LIBRARY_REDUCE_SCATTER = 2**20  # up to here the library's reduce_scatter, then one exchange and a sum of our own
 _LIBRARY_REDUCE = 2**23  # the same for reduce
+PATIENT_ALL_REDUCE = 2**20  # from here, between nodes, an exchange and a sum of our own: the library's would poll
 _FLAT_GATHER = 2**16  # up to here lists are gathered as one tensor and copied, then straight into the list's tensors
 
 # Which argument is an operation's payload, if not the first, and whether it is one rank's part of it.
@@ -86,7 +87,7 @@ def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> No
         copy_memory(tensor, copy)
         return
     flat = tensor if reduction.plain else _prepared(tensor, reduction)
-    if flat.dtype in transport.reducible:
+    if flat.dtype in transport.reducible and not (transport.patient and flat.nbytes >= PATIENT_ALL_REDUCE):
         transport.all_reduce(flat, reduction.operation)
         if reduction.average:
             _divide(flat, transport.size)

@@ -127,6 +127,7 @@ class Tap:
         self._transport = transport
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.reducible, self.highest_tag = transport.reducible, transport.highest_tag
+        self.patient = transport.patient
         self.record.transport, self.record.sequence = transport.name, sequence
         self.record.started = now()
         return self

@@ -175,6 +175,16 @@ def test_latency():
 
 
 @emulated
+@pytest.mark.parametrize("text", ["2x1@10gbit", "2x2@10gbit"])
+def test_large_all_reduces_between_nodes(text, capfd, monkeypatch):
+    """Patient where every rank has its own node, sync on some ranks and async on others: equal to the sum of all."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    spec = ClusterSpec.parse(text)
+    code = run(Job(spec.ranks, [sys.executable, str(SCRIPTS / "between_nodes.py")], cluster=spec), find())
+    result(subprocess.CompletedProcess([], code, *capfd.readouterr()))
+
+
+@emulated
 @pytest.mark.parametrize(("text", "least", "most"), [("2x1@1gbit", 1.0, 1.1), ("2x2@1gbit", 1.0, 1.6)])
 def test_the_bytes_of_an_all_reduce_cross_the_link(text, least, most, tmp_path, capfd, monkeypatch):
     """Each node must send what the others lack, the whole message if there are two; a ring over 2 × 2 ranks sends it

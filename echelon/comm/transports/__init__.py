@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 _SPIN_SECONDS = 1e-3  # then pauses, which let others compute but come back late
+_LONGEST_PAUSE = 1e-3
 Parcel = tuple[int, Tensor]  # a peer's rank in the group, and what goes to it or comes from it
 
 
@@ -40,6 +41,7 @@ class Transport(Protocol):
     size: int
     highest_tag: int
     reducible: frozenset[torch.dtype]  # what the library itself can reduce; the rest is reduced by `algorithms`
+    patient: bool  # whether waiting for large parcels pauses: between nodes, where they take their time
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None: ...
 
@@ -76,10 +78,13 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def completes(test: Callable[[], bool], timeout: timedelta) -> bool:
-    """Ask `test` until it says yes; False if it has not by the end of `timeout`."""
+def completes(test: Callable[[], bool], timeout: timedelta = timedelta.max) -> bool:
+    """Ask `test` until it says yes; False if it has not by the end of `timeout`.
+
+    Pauses are an eighth of what has been waited so far: the answer comes that much later at most, and whoever
+    computes meanwhile keeps the core.
+    """
     begin = time.monotonic()
-    pause = 1e-5
     while not test():
         waited = time.monotonic() - begin
         if waited > timeout.total_seconds():
@@ -87,8 +92,7 @@ def completes(test: Callable[[], bool], timeout: timedelta) -> bool:
         if waited < _SPIN_SECONDS:
             os.sched_yield()
         else:
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            time.sleep(min(waited / 8, _LONGEST_PAUSE))
     return True
 
 

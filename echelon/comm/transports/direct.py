@@ -26,6 +26,7 @@ class DirectTransport:
         self.name = f"{host.name}, CUDA-aware"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
         self.highest_tag = host.highest_tag
+        self.patient = False
         self._host = host
         self._device = torch.get_device_module(device)
 

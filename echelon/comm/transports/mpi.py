@@ -2,15 +2,16 @@
 
 Memory is handed over by address with an explicit datatype, the cheapest way mpi4py has. Data that is only moved
 travels as bytes, so every dtype can travel. Collectives use one communicator; point-to-point has its own, so that a
-message never waits behind a collective. Open MPI 5 counts in 32-bit integers: longer messages travel as one element
-of a derived datatype, longer reductions in pieces.
+message never waits behind a collective. MPI polls while it waits; where no two ranks of a group share a node, and a
+large message takes its time, waiting pauses instead and leaves the cores to the computation. Open MPI 5 counts in
+32-bit integers: longer messages travel as one element of a derived datatype, longer reductions in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from echelon.comm.transports import Parcel, completes, copy_to_self
 
 _MAX_COUNT = 2**31 - 1
 _SEGMENT = 2**30
+_PATIENT = 2**18  # bytes from which a parcel is worth a pause
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -58,6 +60,9 @@ class MPITransport:
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Take over `comm`, which only this group uses."""
         self._comm = comm
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.patient = comm.Get_size() > 1 and comm.allreduce(node.Get_size(), MPI.MAX) == 1
+        node.Free()
         self._messages = comm.Dup()
         self.highest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
         self.rank = comm.Get_rank()
@@ -96,7 +101,7 @@ class MPITransport:
         self._comm.Allgather(sent, (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE))
 
     def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
-        if output.nbytes > _MAX_COUNT:
+        if output.nbytes > (_PATIENT if self.patient else _MAX_COUNT):
             pieces = output.view(-1).split(list(counts))
             self.exchange([(rank, input) for rank in range(self.size)], list(enumerate(pieces)))
             return
@@ -108,7 +113,10 @@ class MPITransport:
         requests = [comm.Irecv(_bytes(tensor), rank) for rank, tensor in receives if rank != me and tensor.numel()]
         requests += [comm.Isend(_bytes(tensor), rank) for rank, tensor in sends if rank != me and tensor.numel()]
         copy_to_self(me, sends, receives)
-        MPI.Request.Waitall(requests)
+        if self.patient and max((tensor.nbytes for _, tensor in [*sends, *receives]), default=0) >= _PATIENT:
+            completes(partial(MPI.Request.Testall, requests))
+        else:
+            MPI.Request.Waitall(requests)
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         if timeout is None:

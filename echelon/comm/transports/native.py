@@ -89,6 +89,7 @@ class NativeTransport:
         self.size = size
         self.reducible = reducible
         self.highest_tag = 2**31 - 1
+        self.patient = False
         self.collectives: Any = group("collectives")
         self._messages: Any = group("messages")
         self._together = together

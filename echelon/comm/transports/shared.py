@@ -27,6 +27,7 @@ class SharedTransport:
         self.name = f"{host.name}, shared GPU"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
         self.highest_tag = host.highest_tag
+        self.patient = False
         self._host = host
         self._by_host = by_host
         self._mailboxes = mailboxes

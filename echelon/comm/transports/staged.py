@@ -52,6 +52,7 @@ class StagedTransport:
         self.name = f"{host.name}, staged"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
         self.highest_tag = host.highest_tag
+        self.patient = False
         self._host = host
         self._pin = device.type != "cpu"
         self._device = torch.get_device_module(device)
