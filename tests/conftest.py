@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.pool import Pool
 
+settings.register_profile("echelon", deadline=None)  # timing is never asserted
+settings.load_profile("echelon")
 SIZES = (2, 3, 4, 8)
 
 

@@ -44,10 +44,17 @@ def gloo() -> dist.ProcessGroup:
 
 
 def _forget_subgroups() -> None:
-    """Destroy what the test made, so that a hundred tests do not use up MPI's communicators."""
+    """Destroy what the test made, so that a hundred tests do not use up MPI's communicators.
+
+    DTensor remembers meshes, and takes one for another that has the same shape and names but groups of its own.
+    """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD and dist.get_backend(group) == "echelon":
             dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 if __name__ == "__main__":

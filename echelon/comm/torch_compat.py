@@ -156,6 +156,47 @@ def _with_dimensions(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def mesh_of(device_type: str, ranks: Any, names: tuple[str, ...]) -> Any:
+    """A mesh that makes a group of its own for every dimension, called by the ranks in it.
+
+    PyTorch would take the world's group for a dimension over all ranks, whichever, and its records could not be told
+    from others.
+    """
+    import torch.distributed as dist
+
+    override = ((dist.get_backend(), None),) * len(names)
+    return dist.DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=override)
+
+
+def fold(mesh: Any, name: str) -> Any:
+    """The dimensions of a mesh as one, with a group of its own."""
+    import torch.distributed as dist
+
+    return mesh._flatten(name, backend_override=dist.get_backend())
+
+
+def join(meshes: list[Any]) -> Any:
+    """Parts of one mesh as dimensions of a new one, with the groups they have."""
+    import torch.distributed as dist
+
+    return dist.DeviceMesh._concatenate(meshes)
+
+
+def world_mesh(device_type: str) -> Any:
+    """A mesh over all ranks, of the world's own group."""
+    import torch.distributed as dist
+
+    return dist.DeviceMesh(device_type, list(range(dist.get_world_size())), mesh_dim_names=("world",))
+
+
+def stay_out_of(groups: list[list[int]]) -> None:
+    """What a rank does while others make these groups: PyTorch names a group by the number of calls before it."""
+    import torch.distributed as dist
+
+    for ranks in groups:
+        dist.new_group(ranks)
+
+
 def _with_short_way(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """`all_reduce`, with a shorter way for what needs none of PyTorch's detours: subclasses of tensors, torch-function
     modes, coalescing, complex numbers as pairs. (What PyTorch does with the function itself, in coalescing and in

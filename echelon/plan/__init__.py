@@ -1,0 +1,1 @@
+"""What a layout will hold, send and take, said before it runs."""
