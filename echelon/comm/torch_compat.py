@@ -190,10 +190,14 @@ def world_mesh(device_type: str) -> Any:
 
 
 def stay_out_of(groups: list[list[int]]) -> None:
-    """What a rank does while others make these groups: PyTorch names a group by the number of calls before it."""
+    """What a rank does while others make these groups for a mesh: PyTorch names a group by the calls before it.
+
+    (With a device bound to it, the world is split instead, which is for the members alone.)
+    """
     import torch.distributed as dist
 
-    for ranks in groups:
+    world: Any = dist.group.WORLD
+    for ranks in groups if world.bound_device_id is None else []:
         dist.new_group(ranks)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import echelon
+from echelon.launch.cluster import obstacle
 from echelon.parallel.layout import DIMENSIONS, FOLDED, HYBRID, VIEWS, Layout, Stage, across_nodes
+from tests.launch.jobs import echelon as command
+from tests.launch.jobs import result
 
 degree = st.integers(1, 3)
 stage = st.builds(Stage, cp=degree, sp=st.integers(1, 2), tp=degree)
@@ -224,6 +228,16 @@ def test_written_as_in_a_script(layout):
 def test_tensor_parallelism_across_nodes(layout, hosts, words):
     assert re.search(words, across_nodes(layout, list(hosts)))
     assert bool(across_nodes(layout, list(hosts))) == bool(words)
+
+
+@pytest.mark.skipif(bool(obstacle()), reason=f"an emulated cluster {obstacle()}")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_warning_on_nodes(tp):
+    """Rank 0 alone warns, and only where tp crosses them."""
+    script = Path(__file__).parent / "scripts" / "across_nodes.py"
+    warned = result(command("run", "--cluster", "2x1@1gbit", script, tp))["warned"]
+    assert [len(texts) for texts in warned] == [tp - 1, 0]
+    assert all("(rank 0 on n1, rank 1 on n2)" in text for text in warned[0])
 
 
 LAYOUTS = {
