@@ -1,0 +1,59 @@
+"""Random numbers by place instead of by order: the number at (row, column) is a hash of the two and of a key.
+
+A generator's next number depends on how many were drawn before, so each layout of ranks would draw others. Here a rank
+that holds a piece computes the numbers of that piece alone, and they are those that a single process has there. All
+of it is arithmetic on int32, which wraps around, so it runs on any device and inside a compiled graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+_WORD = 2**32
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of int32 in which each bit of the input changes half the bits of the output."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * signed(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def signed(value: int) -> int:
+    """The lowest 32 bits of a number, as an int32 holds them."""
+    return (value + _WORD // 2) % _WORD - _WORD // 2
+
+
+def number_key(seed: int, number: int) -> int:
+    """64 bits for the part of a model that has this number."""
+    return (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % _WORD**2
+
+
+def name_key(seed: int, name: str) -> int:
+    """64 bits for the parameter that has this name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+
+
+def rows(key: int, *places: int | Tensor) -> Tensor:
+    """One int32 for each row that a tuple of places (tensors that broadcast together, or numbers) names."""
+    hashed: Tensor | int = signed(key)
+    for place in places:
+        hashed = mix((place.to(torch.int32) if isinstance(place, Tensor) else signed(place)) ^ hashed)  # type: ignore[arg-type]
+    assert isinstance(hashed, Tensor)
+    return hashed
+
+
+def elements(key: int, row: Tensor, columns: Tensor) -> Tensor:
+    """One int32 for each row and column, evenly distributed over all int32."""
+    column = mix(columns.to(torch.int32) ^ signed(key >> 32))
+    return mix(row[..., None] ^ column)
+
+
+def normal(key: int, row: Tensor, columns: Tensor) -> Tensor:
+    """fp32 of the standard normal distribution (up to 5.4 of its deviations) for each row and column."""
+    between_minus_one_and_one = ((elements(key, row, columns) >> 8).float() + 0.5) / 2**23
+    return torch.erfinv(between_minus_one_and_one) * math.sqrt(2)

@@ -1,0 +1,70 @@
+"""Which part of a whole tensor this rank holds, and how a rank fills its part alone.
+
+A parameter is a plain tensor (all of it is here) or a DTensor; its part is one range in each dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+Part = tuple[slice, ...]
+
+# What wrappers of blocks (recomputation, compilation) put into the names of what they wrap.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, each once, by the names that they have in the plain model."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        yield functools.reduce(lambda name, wrapper: name.replace(wrapper, ""), _WRAPPERS, name), tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What lies in this process, to be written to."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def part(tensor: Tensor) -> Part:
+    """The ranges of the whole that this rank holds."""
+    ranges = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for mesh_axis, dim in _in_order_of_sharding(tensor):
+            start, stop = ranges[dim]
+            step = -(
+                -(stop - start) // tensor.device_mesh.size(mesh_axis)
+            )  # as torch.chunk cuts: the last ones may be short
+            first = min(start + step * tensor.device_mesh.get_local_rank(mesh_axis), stop)
+            ranges[dim] = first, min(first + step, stop)
+        held = tuple(stop - start for start, stop in ranges)
+        if held != tuple(tensor.to_local().shape):
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} holds "
+                f"{tuple(tensor.to_local().shape)} here, where {held} was expected"
+            )
+    return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def _in_order_of_sharding(tensor: DTensor) -> list[tuple[int, int]]:
+    """Pairs of the mesh's axis and the tensor's dimension. What FSDP shards on top of another split (a strided shard,
+    in PyTorch's words) is cut after it, though its axis stands before."""
+    first: list[tuple[int, Shard]] = []
+    then: list[tuple[int, _StridedShard]] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            then.append((axis, placement))
+        elif isinstance(placement, Shard):
+            first.append((axis, placement))
+        elif not isinstance(placement, Replicate):
+            raise ValueError(f"a parameter with placement {placement} cannot be filled: redistribute it first")
+    for _, strided in then:
+        if strided.split_factor != math.prod(
+            tensor.device_mesh.size(axis) for axis, plain in first if plain.dim == strided.dim
+        ):
+            raise ValueError(f"a parameter with placements {tensor.placements} is not one range of rows on each rank")
+    return [(axis, plain.dim) for axis, plain in first] + [(axis, strided.dim) for axis, strided in then]
