@@ -1,0 +1,88 @@
+"""Residual convolutional networks; bottlenecks have their stride in the 3 × 3 convolution, as is usual now (v1.5)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from echelon.models.model import Model
+from echelon.models.parts import Head
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    classes: int = 1000
+    channels: int = 3
+    stem_dim: int = 64
+    dims: tuple[int, ...] = (256, 512, 1024, 2048)  # of what each stage gives
+    depths: tuple[int, ...] = (3, 4, 6, 3)  # blocks of each stage
+    bottleneck: bool = True
+
+
+class Convolution(nn.Module):
+    """A convolution that keeps the image's size but for its stride, with batch normalisation after it."""
+
+    def __init__(self, channels: int, dim: int, kernel: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, dim, kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.norm = nn.BatchNorm2d(dim)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        out_BCHW: Tensor = self.norm(self.conv(x_BCHW))
+        return out_BCHW
+
+
+class Residual(nn.Module):
+    """Two convolutions, or three of which the inner works on a quarter of the channels; added to what comes in."""
+
+    def __init__(self, channels: int, dim: int, stride: int, bottleneck: bool) -> None:
+        super().__init__()
+        inner = dim // 4
+        self.layers = nn.ModuleList(
+            [Convolution(channels, inner, 1), Convolution(inner, inner, 3, stride), Convolution(inner, dim, 1)]
+            if bottleneck
+            else [Convolution(channels, dim, 3, stride), Convolution(dim, dim, 3)]
+        )
+        self.shortcut = None if channels == dim and stride == 1 else Convolution(channels, dim, 1, stride)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        out_BCHW = x_BCHW
+        for layer in self.layers[:-1]:
+            out_BCHW = functional.relu(layer(out_BCHW))
+        out_BCHW = self.layers[-1](out_BCHW)
+        return functional.relu(out_BCHW + (x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)))
+
+
+class ResNet(Model):
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        if len(config.dims) != len(config.depths):
+            raise ValueError(f"{len(config.dims)} dims for {len(config.depths)} depths: each stage needs one of both")
+        self.stem = Convolution(config.channels, config.stem_dim, 7, 2)
+        widths = itertools.pairwise((config.stem_dim, *config.dims))
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                Residual(channels, dim, 1 if stage == 0 else 2, config.bottleneck),
+                *(Residual(dim, dim, 1, config.bottleneck) for _ in range(depth - 1)),
+            )
+            for stage, ((channels, dim), depth) in enumerate(zip(widths, config.depths, strict=True))
+        )
+        self.head = Head(config.dims[-1], config.classes, bias=True)
+        self.finish(config)
+
+    def forward(self, images_BCHW: Tensor, targets_B: Tensor | None = None, hidden: bool = False) -> Tensor:
+        x_BCHW = functional.max_pool2d(functional.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
+        for stage in self.stages:
+            x_BCHW = stage(x_BCHW)
+        x_BD = x_BCHW.mean((2, 3))
+        return x_BD if hidden else self.head(x_BD, targets_B)  # type: ignore[no-any-return]
+
+    def deviation(self, name: str, parameter: Tensor) -> float:
+        """He's: the variance of what a convolution with ReLU sends back is that of what it received."""
+        if parameter.dim() == 4:
+            return math.sqrt(2 / (parameter.shape[0] * parameter.shape[2] * parameter.shape[3]))
+        return 0.01
