@@ -1,0 +1,151 @@
+"""Batch normalisation over the global batch: on many ranks what it is on one, on CPU and CUDA.
+
+PyTorch's BatchNorm normalises by the batch it sees, which on each of several data-parallel ranks is only a part of it;
+its SyncBatchNorm needs a GPU. Here ranks gather each other's count, mean and sum of squared deviations (which join
+without the cancellation of a plain sum of squares), and in the backward pass sum two numbers a channel. Batches may be
+of different sizes, also empty. The gradients of weight and bias are this rank's share, as everywhere: their sum over
+the ranks is the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def synchronize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Let each BatchNorm1d, 2d and 3d of the model normalise by the batch of all ranks of the mesh.
+
+    The modules become `GlobalBatchNorm`s where they are: with their parameters, buffers, hooks and names.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"batchnorm.synchronize needs a mesh of one dimension, and this has {mesh.ndim}")
+    if mesh.size() > 1:
+        for module in model.modules():
+            if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                module.__class__ = GlobalBatchNorm
+                module.group = mesh.get_group()  # type: ignore[assignment]
+    return model
+
+
+def traffic(channels: int, ranks: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Payload bytes by operation for one layer, forward and backward; in fp32 or larger.
+
+    Forward: an all-gather of 2·channels + 1 numbers from each rank. Backward: an all-reduce of 2·channels.
+    """
+    if ranks == 1:
+        return {}, {}
+    size = max(element_size, 4)
+    return {"all_gather_single": ranks * (2 * channels + 1) * size}, {"all_reduce": 2 * channels * size}
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """A BatchNorm whose statistics in training are those of all ranks of its `group`; made by `synchronize`."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() < 2:
+            raise ValueError(f"batch normalisation needs a batch and a channel dimension, and got {[*input.shape]}")
+        if not self.training and self.running_mean is not None:
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+            )
+        mean_C, squares_C, count = _statistics(input.detach(), self.group)
+        if self.training and self.track_running_stats:
+            self._run(mean_C, squares_C / (count - 1))
+        scale_C = (squares_C / count + self.eps).rsqrt()
+        out: Tensor = _Normalize.apply(input, self.weight, self.bias, mean_C, scale_C, count, self.group)
+        return out
+
+    @torch.no_grad()
+    def _run(self, mean_C: Tensor, variance_C: Tensor) -> None:
+        """Carry the running statistics on, as one process does."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        momentum = 1 / self.num_batches_tracked.to(mean_C.dtype) if self.momentum is None else self.momentum
+        for running, new in ((self.running_mean, mean_C), (self.running_var, variance_C)):
+            assert running is not None
+            running.copy_(running + momentum * (new - running))
+
+
+def _statistics(x_BC: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and sum of squared deviations of each channel over all ranks, and how many values there are, in fp64."""
+    x_BC = x_BC.to(torch.promote_types(x_BC.dtype, torch.float32))
+    channels, dims = x_BC.shape[1], _all_but_channel(x_BC)
+    count = x_BC.numel() // channels if channels else 0
+    own = x_BC.new_zeros(2 * channels + 1)
+    own[0] = count
+    if count:
+        variance_C, mean_C = torch.var_mean(x_BC, dims, correction=0)
+        own[1:] = torch.cat([mean_C, variance_C * count])
+    everyone = own.new_empty(group.size() * len(own))
+    dist.all_gather_into_tensor(everyone, own, group)
+    counts_R1, means_RC, squares_RC = everyone.view(group.size(), -1).double().split([1, channels, channels], dim=1)
+    total = counts_R1.sum()
+    if count < 2 and total < 2:  # only who could be alone looks, for looking makes a GPU's host wait
+        raise ValueError("batch normalisation in training needs more than one value a channel in the global batch")
+    mean_C = (counts_R1 * means_RC).sum(0) / total
+    squares_C = (squares_RC + counts_R1 * (means_RC - mean_C) ** 2).sum(0)
+    return mean_C, squares_C, total
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) · scale · weight + bias, where mean and scale depend on the x of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_C: Tensor | None,
+        bias_C: Tensor | None,
+        mean_C: Tensor,
+        scale_C: Tensor,
+        count: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight_C, mean_C, scale_C, count)
+        ctx.group = group
+        out = _normalized(x, mean_C, scale_C)
+        if weight_C is not None:
+            out *= _of_channels(weight_C, x)
+        if bias_C is not None:
+            out += _of_channels(bias_C, x)
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_C, mean_C, scale_C, count = ctx.saved_tensors
+        normal = _normalized(x, mean_C, scale_C)
+        grad = grad.to(normal.dtype)
+        sums_2C = torch.stack([(grad * normal).sum(_all_but_channel(x)), grad.sum(_all_but_channel(x))])
+        own_2C = zip(sums_2C.clone(), ctx.needs_input_grad[1:3], strict=True)
+        of_weight, of_bias = (own_C if needed else None for own_C, needed in own_2C)
+        dist.all_reduce(sums_2C, group=ctx.group)
+        along_C, mean_grad_C = sums_2C / count
+        of_x = grad - _of_channels(mean_grad_C, x) - normal * _of_channels(along_C, x)
+        of_x *= _of_channels(scale_C if weight_C is None else scale_C * weight_C, x)
+        return of_x.to(x.dtype), of_weight, of_bias, None, None, None, None
+
+
+def _normalized(x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (x - _of_channels(mean_C, x)) * _of_channels(scale_C, x)
+
+
+def _of_channels(values_C: Tensor, x: Tensor) -> Tensor:
+    """In x's dtype or fp32, and in a shape that broadcasts over x."""
+    values_C = values_C.to(torch.promote_types(x.dtype, torch.float32))
+    return values_C.view(-1, *(1 for _ in range(x.dim() - 2)))
+
+
+def _all_but_channel(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
