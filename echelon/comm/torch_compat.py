@@ -310,3 +310,25 @@ def _split_group(
     return dist.new_group(
         [world[rank] for rank in sorted(mine[0])], timeout, use_local_synchronization=True, group_desc=group_desc
     )
+
+
+def local_tensor(tensor: Any) -> Any:
+    """What this rank holds of a tensor: a DTensor's local tensor itself (no view of it), or the tensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is under way has computed all its gradients."""
+    from torch.autograd import Variable
+
+    Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def sum_gradients(module: Any) -> None:
+    """Let one module of FSDP2 sum gradients over the ranks, not average, and count a gradient that a rank lacks as
+    zeros (which torch 2.11 cannot: there every rank must use the same parameters).
+    """
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)

@@ -1,0 +1,140 @@
+"""Data parallelism: every rank its own samples, gradients summed over all of them.
+
+`replicate` keeps everything on every rank; `shard` divides what is held between steps: the optimizer's state
+(stage 1), gradients too (stage 2), parameters too (stage 3, by PyTorch's FSDP2; on a mesh of two dimensions, replicas
+× shards, each replica divides by itself). All leave the *sum* of the ranks' gradients, so a rank's loss is divided
+by the count over all ranks. All start from the parameters of the mesh's first rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from echelon.comm.torch_compat import local_tensor, newest, sum_gradients
+from echelon.parallel.buckets import unit_modules
+from echelon.parallel.pieces import reducer_of
+from echelon.parallel.reduce import Reducer, as_gradient
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """All on every rank; gradients are all-reduced during backward, and then stand where PyTorch has them."""
+    return _with_reducer(model, mesh, stage=0)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, stage: int, *, reshard_after_forward: bool = True) -> nn.Module:
+    """Divide the optimizer's state (stage 1), gradients too (2), parameters too (3) between the ranks of a mesh.
+
+    Stages 1 and 2 need `optimizer.Optimizer`. For stage 3 the mesh may have two dimensions, replicas × shards; without
+    `reshard_after_forward` blocks stay whole from forward to backward, for a third less traffic.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage={stage}: shard knows the stages 1, 2 and 3; stage 0 is data.replicate")
+    if stage < 3:
+        return _with_reducer(model, mesh, stage)
+    _refuse_second_strategy(model)
+    _start_equal(model, mesh)
+    for module in [*unit_modules(model).values(), model]:
+        if module is model or any(True for _ in module.parameters()):
+            again = reshard_after_forward and module is not model
+            sum_gradients(fully_shard(module, mesh=mesh, reshard_after_forward=again))
+    return model
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Backward passes in here only add to the step's gradients: all but the last of a step belong here.
+
+    Nothing is sent, but where whole gradients are never held: stages 2 and 3 reduce those of every backward pass (over
+    the shards alone, if there are replicas).
+    """
+    reducer = reducer_of(model)
+    if reducer is not None:
+        reducer.accumulating = True
+    elif isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        if reducer is not None:
+            reducer.accumulating = False
+        elif isinstance(model, FSDPModule):
+            model.set_requires_all_reduce(True)
+
+
+@torch.no_grad()
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every trainable parameter's whole gradient, on every rank (of all meshes: all must call), between backward and
+    the optimizer's step. For tests and for looking at small models.
+    """
+    reducer = reducer_of(model)
+    if reducer is not None and reducer.stage > 0:
+        return _gathered_gradients(model, reducer)
+    return {
+        name: torch.zeros_like(_full(parameter)) if parameter.grad is None else _full(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+@torch.no_grad()
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter whole, on every rank; all must call."""
+    return {name: _full(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+def _with_reducer(model: nn.Module, mesh: DeviceMesh, stage: int) -> nn.Module:
+    if mesh.ndim != 1:
+        raise ValueError(f"stage {stage} works over a mesh of one dimension, but this one has {mesh.ndim}: flatten it")
+    _refuse_second_strategy(model)
+    _start_equal(model, mesh)
+    model.reducer = Reducer(model, mesh, stage)  # type: ignore[assignment]
+    return model
+
+
+def _refuse_second_strategy(model: nn.Module) -> None:
+    if reducer_of(model) is not None or isinstance(model, FSDPModule):
+        raise ValueError("this model has a data strategy already: apply one, once")
+
+
+@torch.no_grad()
+def _start_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters and buffers become those of the mesh's first rank: one broadcast a unit and dtype."""
+    modules = unit_modules(model)
+    groups: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        local = local_tensor(tensor)
+        if not local.is_meta:
+            unit = next((unit for unit in modules if name.startswith(f"{unit}.")), "")
+            groups[unit, local.dtype].append(local)
+    for tensors in groups.values():
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        for dim in range(mesh.ndim):
+            dist.broadcast(flat, group=mesh.get_group(dim), group_src=0)
+        for tensor, value in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(value.view(tensor.shape))
+
+
+def _gathered_gradients(model: nn.Module, reducer: Reducer) -> dict[str, Tensor]:
+    gather = newest("all_gather_single", "all_gather_into_tensor")
+    gradients = {}
+    for bucket in reducer.buckets:
+        flat = bucket.empty()
+        if bucket.reduced is not None:
+            gather(flat, bucket.reduced, group=reducer.group)
+        for name, parameter in bucket.parameters.items():
+            gradients[name] = _full(as_gradient(parameter, bucket.view(flat, parameter)))
+    return {name: gradients[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,158 @@
+"""The step after backward, for every strategy: one torch optimizer over this rank's pieces.
+
+A piece in fp32 or fp64 is updated where it lies, in the parameter's own memory. One in bf16 or fp16 gets a master copy
+in fp32, which the optimizer updates and from which the parameter is rounded anew. With `on_cpu` the copies, and
+with them the optimizer's state, are in the host's memory, whatever the dtype: gradients go there, new values come
+back. The optimizer must work element by element (SGD, Adam, …), since a piece is not a whole matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.parallel.pieces import pieces, reducer_of
+
+LOW = (torch.bfloat16, torch.float16)
+GROWTH_INTERVAL = 2000  # good steps after which the loss scale doubles
+
+
+class Optimizer:
+    """`make` is given (name, piece) pairs, as torch's optimizers take them: `partial(torch.optim.AdamW, lr=1e-3)`.
+
+    The strategy comes first, the optimizer after it. A schedule of the learning rate belongs to `inner`, the
+    optimizer that `make` made.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer],
+        model: nn.Module,
+        *,
+        on_cpu: bool = False,
+    ) -> None:
+        self._reducer = reducer_of(model)
+        self._pieces = pieces(model)
+        self._updated = [_updated(piece.memory, on_cpu) for piece in self._pieces]
+        self._device = self._pieces[0].memory.device
+        self.inner = make([(piece.name, tensor) for piece, tensor in zip(self._pieces, self._updated, strict=True)])
+        self._is_scaling = any(piece.memory.dtype == torch.float16 for piece in self._pieces)
+        self.loss_scale = 2.0**16 if self._is_scaling else 1.0
+        self._good_steps = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """What to call `backward` on: the loss, for fp16 scaled up so that small gradients survive."""
+        return loss * self.loss_scale if self._is_scaling else loss
+
+    @torch.no_grad()
+    def step(self, max_norm: float | None = None) -> float:
+        """Update the parameters, forget the gradients, and return the gradients' norm, over all ranks and before it
+        was clipped. If that is not finite, nothing is updated, on any rank.
+        """
+        if self._reducer is not None:
+            self._reducer.finish()
+        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+            gradient = piece.take_gradient()
+            tensor.grad = None if gradient is None else gradient.to(tensor.device, tensor.dtype)
+        norm = self._norm() / self.loss_scale
+        if math.isfinite(norm):
+            self._scale_gradients(norm, max_norm)
+            self.inner.step()
+            self._write_back()
+        self.inner.zero_grad()
+        if self._reducer is not None:
+            self._reducer.clear()
+        self._adapt_loss_scale(math.isfinite(norm))
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter: the optimizer's state for this rank's piece of it, the master copy if there is one, and where
+        in the parameter (what this rank holds of it, flattened) the piece begins.
+        """
+        saved = self.inner.state_dict()
+        states = {name: saved["state"].get(index, {}) for name, index in _indices(saved).items()}
+        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+            states[piece.name] = {"offset": piece.offset, **states[piece.name]}
+            if tensor.data_ptr() != piece.memory.data_ptr():
+                states[piece.name]["master"] = tensor
+        scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
+        return {"parameters": states, "groups": saved["param_groups"], **scale}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of the same model, split in the same way."""
+        indices = _indices({"param_groups": state["groups"]})
+        inner = {"state": {}, "param_groups": state["groups"]}
+        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+            saved = dict(state["parameters"][piece.name])
+            if saved.pop("offset") != piece.offset:
+                raise ValueError(f"the state of {piece.name} is of another piece of it: the layouts differ")
+            if "master" in saved:
+                tensor.copy_(saved.pop("master"))
+            if saved:
+                inner["state"][indices[piece.name]] = saved
+        self.inner.load_state_dict(inner)
+        self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
+
+    def _norm(self) -> float:
+        """Of all gradients of all ranks, each counted once: one all_reduce of one number over the world."""
+        pairs = [
+            (tensor.grad, piece.copies)
+            for piece, tensor in zip(self._pieces, self._updated, strict=True)
+            if tensor.grad is not None and tensor.numel()
+        ]
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        if pairs:
+            norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in pairs])).double()
+            copies = torch.tensor([copies for _, copies in pairs], dtype=torch.float64, device=norms.device)
+            square += (norms.square() / copies).sum().to(self._device)
+        if dist.is_initialized():
+            dist.all_reduce(square)
+        return math.sqrt(square.item())
+
+    def _scale_gradients(self, norm: float, max_norm: float | None) -> None:
+        factor = 1 / self.loss_scale
+        if max_norm is not None:
+            factor *= min(1.0, max_norm / (norm + 1e-6))
+        gradients = [tensor.grad for tensor in self._updated if tensor.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _write_back(self) -> None:
+        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+            if tensor.data_ptr() != piece.memory.data_ptr():
+                piece.memory.copy_(tensor)
+        if self._reducer is not None:
+            self._reducer.gather_weights()
+
+    def _adapt_loss_scale(self, good: bool) -> None:
+        if not self._is_scaling:
+            return
+        self._good_steps = self._good_steps + 1 if good else 0
+        if not good:
+            self.loss_scale /= 2
+        elif self._good_steps == GROWTH_INTERVAL:
+            self.loss_scale *= 2
+            self._good_steps = 0
+
+
+def _updated(memory: Tensor, on_cpu: bool) -> Tensor:
+    """What the optimizer updates for a piece: the piece itself, or a copy of it."""
+    dtype = torch.float32 if memory.dtype in LOW else memory.dtype
+    if on_cpu:
+        return memory.to("cpu", dtype, copy=True)
+    return memory.to(dtype)
+
+
+def _indices(saved: dict[str, Any]) -> dict[str, int]:
+    """How a torch optimizer's saved state numbers its parameters."""
+    return {
+        name: index
+        for group in saved["param_groups"]
+        for name, index in zip(group["param_names"], group["params"], strict=True)
+    }
