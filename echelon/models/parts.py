@@ -3,7 +3,7 @@
 The names of tensors end in their dimensions: B batch, S sequence, T keys of a sequence, H query heads, G key-value
 heads, N heads that share a key (and that key, and its value), D features (of a token, or of one head).
 
-The seams: `Attention.attend`, `Head.loss`, and every `attention`, `mlp` and block as a whole.
+The seams: `Attention.attend`, `Head.project`, `Head.loss`, and every `attention`, `mlp` and block as a whole.
 """
 
 from __future__ import annotations
@@ -245,9 +245,10 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(classes, dim))
         self.bias = nn.Parameter(torch.empty(classes)) if bias else None
+        self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear
         self.loss: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor] = cross_entropy
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
-            return functional.linear(hidden, self.weight, self.bias)
+            return self.project(hidden, self.weight, self.bias)
         return self.loss(hidden, self.weight, self.bias, targets)

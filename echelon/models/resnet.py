@@ -74,7 +74,14 @@ class ResNet(Model):
         self.head = Head(config.dims[-1], config.classes, bias=True)
         self.finish(config)
 
-    def forward(self, images_BCHW: Tensor, targets_B: Tensor | None = None, hidden: bool = False) -> Tensor:
+    def forward(
+        self,
+        images_BCHW: Tensor,
+        targets_B: Tensor | None = None,
+        samples_B: Tensor | None = None,
+        hidden: bool = False,
+    ) -> Tensor:
+        """As the other models; `samples_B` makes no difference, since nothing is dropped."""
         x_BCHW = functional.max_pool2d(functional.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
         for stage in self.stages:
             x_BCHW = stage(x_BCHW)

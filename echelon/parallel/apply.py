@@ -1,0 +1,62 @@
+"""All strategies of a layout, applied to a plain model in the one order that works.
+
+Tensor parallelism first: it renames nothing but replaces parameters. Then attention over split sequences, recomputation
+and compilation, each of which wraps what stands. Data parallelism last: it gathers what the others made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from echelon.parallel import batchnorm, data, sequence, tensor
+from echelon.parallel.layout import Grid
+from echelon.parallel.loss import chunked_cross_entropy
+from echelon.parallel.recompute import Recompute, blocks, recompute
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategies:
+    """How the dimensions of a layout are used. In bf16 and fp16 the optimizer keeps master copies in fp32."""
+
+    stage: Literal[0, 1, 2, 3] = 0  # what is sharded over `data`: nothing, optimizer state, gradients too, all
+    sequence: sequence.Kind = "ring"
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    chunk: int | None = None  # rows of logits that exist at a time; None: all
+    compile: bool = False
+    global_batchnorm: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("stage", (0, 1, 2, 3)), ("precision", get_args(Precision))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, allowed))}")
+
+
+def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
+    """Make of a plain model, equal on all ranks, the one to train on this rank of the grid."""
+    sequences = hasattr(model, "tokens")
+    model = tensor.split(model, grid.mesh("tp"), sequence_parallel=sequences)
+    if grid.mesh("cp").size() > 1:
+        model = sequence.scatter(model, grid.mesh("cp"), strategies.sequence)
+    if strategies.chunk is not None:
+        head: Any = model.get_submodule("head")
+        head.loss = partial(head.loss if grid.mesh("tp").size() > 1 else chunked_cross_entropy, chunk=strategies.chunk)
+    if strategies.global_batchnorm:
+        model = batchnorm.synchronize(model, grid.mesh("data"))
+    model = recompute(model, strategies.recompute)
+    if strategies.compile:
+        for block in blocks(model):
+            block.compile()
+    if strategies.stage == 0:
+        return data.replicate(model, grid.mesh("data"))
+    if strategies.stage < 3:
+        return data.shard(model, grid.mesh("data"), strategies.stage)
+    return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)

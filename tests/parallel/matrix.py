@@ -1,0 +1,162 @@
+"""The matrix: every family of models × every layout, trained for a few steps beside the same model on one process.
+
+A row is plain data. `train` is what each rank runs: it compares the loss and every whole gradient of every step with
+those of one process, which it computes itself, and returns the largest relative errors and what was communicated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import echelon
+from echelon.models.bert import Bert, BertConfig
+from echelon.models.gpt import GPT, GPTConfig
+from echelon.models.llama import Llama, LlamaConfig
+from echelon.models.resnet import ResNet, ResNetConfig
+from echelon.models.vit import ViT, ViTConfig
+from echelon.parallel import batch as batches
+from echelon.parallel import data
+from echelon.parallel.apply import Strategies, parallelize
+from echelon.parallel.layout import Layout
+from echelon.parallel.optimizer import Optimizer
+
+STEPS = 5
+BATCH, LENGTH, VOCABULARY = 4, 16, 61
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout by its degrees, and how its dimensions are used."""
+
+    name: str
+    degrees: tuple[tuple[str, int], ...]
+    strategies: Strategies
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(**dict(self.degrees))
+
+
+def row(name: str, stage: int = 0, sequence: str = "ring", **degrees: int) -> Row:
+    strategies = Strategies(stage=stage, sequence=sequence, precision="fp64", global_batchnorm=True)  # type: ignore[arg-type]
+    return Row(name, tuple(degrees.items()), strategies)
+
+
+DATA = [
+    row("replicate", dp=2),
+    row("shard 1", 1, dp=2),
+    row("shard 2", 2, dp=2),
+    row("shard 3", 3, dp=2),
+    row("hybrid shard", 3, dp=4, replicate=2),
+]
+TENSOR = [row("tp", tp=2), row("dp × tp", dp=2, tp=2)]
+SEQUENCE = [
+    row("ulysses", cp=2, sequence="ulysses"),
+    row("ring", cp=2),
+    row("dp × ulysses", dp=2, cp=2, sequence="ulysses"),
+    row("dp × ring", dp=2, cp=2),
+]
+COMBINED = [
+    row("shard 3 × tp", 3, dp=2, tp=2),
+    row("shard 3 × tp × ring", 3, dp=2, tp=2, cp=2),
+    row("shard 3 × tp × ulysses", 3, dp=2, tp=2, cp=2, sequence="ulysses"),
+    row("hybrid shard × tp", 3, dp=4, replicate=2, tp=2),
+]
+TRANSFORMER = [*DATA, *TENSOR, *SEQUENCE, *COMBINED]
+ROWS = {
+    "gpt": TRANSFORMER,
+    "llama": [*TRANSFORMER, row("tp over more ranks than kv heads", tp=4)],
+    "bert": TRANSFORMER,
+    "vit": [*DATA, *TENSOR, row("shard 3 × tp", 3, dp=2, tp=2)],
+    "resnet": DATA,
+}
+
+
+def build(family: str) -> nn.Module:
+    if family == "gpt":
+        return GPT(GPTConfig(vocabulary=VOCABULARY, context=LENGTH, dim=32, layers=2, heads=4, dropout=0.1))
+    if family == "bert":
+        return Bert(BertConfig(vocabulary=VOCABULARY, context=LENGTH, dim=32, layers=2, heads=4, dropout=0.1))
+    if family == "vit":
+        return ViT(ViTConfig(classes=10, image=16, patch=4, dim=32, layers=2, heads=4, dropout=0.1))
+    if family == "resnet":
+        return ResNet(ResNetConfig(classes=10, stem_dim=8, dims=(16, 32), depths=(1, 2)))
+    config = LlamaConfig(vocabulary=VOCABULARY, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48, qk_norm=True)
+    return Llama(config)
+
+
+def global_batch(family: str, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    if family in ("vit", "resnet"):
+        images = torch.randn(BATCH, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return {"images_BCHW": images, "targets_B": torch.randint(10, (BATCH,), generator=generator)}
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    if family != "bert":
+        return {"tokens_BS": tokens[:, :-1], "targets_BS": tokens[:, 1:]}
+    masked = torch.rand(BATCH, LENGTH, generator=generator) < 0.2
+    return {"tokens_BS": tokens[:, 1:].where(~masked, 0), "targets_BS": tokens[:, 1:].where(masked, -100)}
+
+
+def targets(batch: dict[str, Tensor]) -> Tensor:
+    return next(tensor for name, tensor in batch.items() if name.startswith("targets"))
+
+
+@cache
+def alone(family: str, dtype: torch.dtype, optimizer: str) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss and gradients of every step on one process."""
+    model = build(family).to(dtype)
+    optimize = make(optimizer)(model.parameters())
+    told = []
+    for step in range(STEPS):
+        model.place.step = step
+        batch = global_batch(family, step)
+        loss = model(**batch) / (targets(batch) != -100).sum()
+        loss.backward()
+        told.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        optimize.step()
+        optimize.zero_grad()
+    return told
+
+
+def make(optimizer: str) -> Any:
+    if optimizer == "sgd":
+        return partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return partial(torch.optim.AdamW, lr=1e-3)
+
+
+def train(family: str, row: Row) -> dict[str, Any]:
+    reference = alone(family, torch.float64, "sgd")
+    grid = row.layout.build()
+    model: Any = parallelize(build(family).double(), grid, row.strategies)
+    optimizer = Optimizer(make("sgd"), model)
+    worst_loss = worst_gradient = 0.0
+    where = ""
+    traffic: dict[tuple[str, str], int] = defaultdict(int)
+    for step, (loss_alone, gradients_alone) in enumerate(reference):
+        model.place.step = step
+        given = batches.part(global_batch(family, step), grid, kind=row.strategies.sequence, causal=family != "bert")
+        with echelon.comm.record() as log:
+            loss = model(**given) / batches.count(targets(given), grid.mesh("data"))
+            loss.backward()
+        gradients = data.full_gradients(model)
+        with echelon.comm.record() as more:
+            optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=grid.mesh("data").get_group())
+        worst_loss = max(worst_loss, abs(total.item() / loss_alone - 1))
+        assert gradients.keys() == gradients_alone.keys()
+        for name, gradient in gradients_alone.items():
+            error = ((gradients[name] - gradient).norm() / gradient.norm()).item()
+            if error > worst_gradient:
+                worst_gradient, where = error, f"{name} in step {step}"
+        if step == STEPS - 1:
+            for record in [*log, *more]:
+                traffic[record.dimension, record.operation] += record.payload
+    return {"loss": worst_loss, "gradient": worst_gradient, "where": where, "traffic": dict(traffic)}
