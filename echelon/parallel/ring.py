@@ -65,7 +65,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, order: Order, group: dist.ProcessGroup
     ) -> Tensor:
-        own = torch.stack([k, v])
+        q, own = q.contiguous(), torch.stack([k, v])
         out = q.new_zeros(q.shape, dtype=blocks.accumulate(q.dtype))
         lse = out.new_full(q.shape[:-1], -torch.inf)
         for other, (k, v) in _around(own, group):  # noqa: PLR1704
@@ -82,7 +82,7 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, lse = ctx.saved_tensors
-        rank = ctx.group.rank()
+        rank, grad = ctx.group.rank(), grad.contiguous()
         q_grad = torch.zeros_like(q, dtype=lse.dtype)
         own_grad = torch.zeros_like(own, dtype=lse.dtype)
         hop = None
