@@ -1,0 +1,213 @@
+"""The bytes that each rank of a layout holds: parameters, gradients, optimizer state and activations.
+
+Pure functions of shapes, which a model on the meta device gives (`shapes_of`). Parameters, gradients and optimizer
+state are counted as the strategies of `echelon.parallel` hold them between two backward passes of one step:
+- stage 0 holds all of them whole;
+- stages 1 and 2 lay a unit's parameters (a block's; those of the rest) one after the other in a flat bucket that is
+  cut into equal parts, one a rank of `data`. The optimizer has the parameters in its own part alone, and stage 2 keeps
+  that part of the gradients alone;
+- stage 3 is FSDP2: over `shard_cp`, of each parameter an equal number of rows, in fp32 whatever is computed in.
+Below stage 3, low precision means weights and gradients of 2 bytes and a master copy of 4 beside the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from echelon.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Shapes = Mapping[str, tuple[int, ...]]
+Precision = Literal["fp32", "bf16", "fp16"]
+BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+STATE = {"adamw": 8, "sgd": 0, "sgd with momentum": 4}  # bytes of fp32 state a parameter
+_ALIGNMENT = 16  # bytes, at which each parameter begins in a bucket
+_UNIT = re.compile(r"blocks\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained, as far as memory depends on it.
+
+    With `on_cpu` the optimizer's state, and the copy that it updates, are in the host's memory. `master` says whether
+    there is such a copy where the strategies alone would not decide it so.
+    """
+
+    stage: int = 0
+    precision: Precision = "fp32"
+    optimizer: str = "adamw"
+    on_cpu: bool = False
+    master: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("stage", range(4)), ("precision", BYTES), ("optimizer", STATE)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known: there are {', '.join(map(str, known))}")
+
+    @property
+    def has_master(self) -> bool:
+        if self.master is not None:
+            return self.master
+        return self.on_cpu or (self.precision != "fp32" and self.stage < 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One micro-batch through the blocks of a transformer (of a pipeline stage: its own), before anything is split."""
+
+    batch: int
+    sequence: int
+    hidden: int
+    layers: int
+    heads: int
+    checkpointing: Literal["none", "selective", "full"] = "none"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank: four kinds on its device, and what the optimizer has on the host."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+    host: int = 0
+
+    @property
+    def device(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a plain model's trainable parameters, tied ones once."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def held(
+    shapes: Shapes | Sequence[Shapes],
+    layout: Layout,
+    training: Training,
+    work: Workload | None = None,
+    *,
+    split: Callable[[str], int | None] = lambda _name: None,
+    rank: int = 0,
+) -> Held:
+    """What a rank holds. `shapes` are the whole model's, for several pipeline stages a list with those of each;
+    `split` names the dimension in which tensor parallelism splits a parameter, if it does (a mapping's `get` will do).
+    """
+    place = layout.coordinates(rank)
+    grid = layout.grids[place["pp"]]
+    own = _of_stage(shapes, layout, place["pp"])
+    local = {name: _split(shape, split(name), grid.tp, place["tp"]) for name, shape in own.items()}
+    view = layout.group("shard_cp" if training.stage == 3 else "data", rank)
+    parameters, gradients, updated = _shares(local, training, view.index(rank), len(view))
+    state = updated * (STATE[training.optimizer] + 4 * training.has_master)
+    return Held(
+        parameters,
+        gradients,
+        0 if training.on_cpu else state,
+        0 if work is None else activations(work, training.precision, grid.tp, grid.cp),
+        state if training.on_cpu else 0,
+    )
+
+
+def by_rank(
+    shapes: Shapes | Sequence[Shapes],
+    layout: Layout,
+    training: Training,
+    work: Workload | None = None,
+    *,
+    split: Callable[[str], int | None] = lambda _name: None,
+) -> list[Held]:
+    """What each rank holds."""
+    return [held(shapes, layout, training, work, split=split, rank=rank) for rank in range(layout.size)]
+
+
+def fullest(ranks: Sequence[Held]) -> Held:
+    """The one whose device is fullest."""
+    return max(ranks, key=lambda rank: (rank.device, rank.host))
+
+
+def activations(work: Workload, precision: Precision = "fp32", tp: int = 1, cp: int = 1) -> int:
+    """What forward keeps for backward, by the formula for a block of attention and an MLP of four times its width.
+
+    Sequence parallelism divides it by tp, context parallelism by cp. Selective checkpointing computes attention's
+    scores anew (attention that never keeps them, as PyTorch's own where it can, counts like it); full checkpointing
+    keeps what enters each block, and has the rest of one block at a time.
+    """
+    low = BYTES[precision]
+    tokens = work.batch * work.sequence * work.hidden
+    block = tokens * (16 * low + 2)
+    if work.checkpointing == "none":
+        block += work.batch * work.heads * work.sequence**2 * (2 * low + 1)
+    whole = work.layers * tokens * low + block if work.checkpointing == "full" else work.layers * block
+    return -(-whole // (tp * cp))
+
+
+def _of_stage(shapes: Shapes | Sequence[Shapes], layout: Layout, stage: int) -> Shapes:
+    stages = [shapes] if isinstance(shapes, Mapping) else list(shapes)
+    if len(stages) != len(layout.grids):
+        raise ValueError(
+            f"{layout!r} has {len(layout.grids)} pipeline stages, but there are shapes for {len(stages)}: "
+            "give a list with the shapes of each stage's own parameters"
+        )
+    return stages[stage]
+
+
+def _split(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> tuple[int, ...]:
+    if dim is None or parts == 1:
+        return shape
+    return (*shape[:dim], _chunk(shape[dim], parts, index), *shape[dim + 1 :])
+
+
+def _chunk(length: int, parts: int, index: int) -> int:
+    """As PyTorch cuts: equal chunks, rounded up, until nothing is left."""
+    size = -(-length // parts)
+    return min(size, max(length - index * size, 0))
+
+
+def _shares(local: Shapes, training: Training, index: int, parts: int) -> tuple[int, int, int]:
+    """Bytes of parameters and of gradients, and how many parameters the optimizer updates."""
+    low = BYTES[training.precision]
+    if training.stage == 0:
+        count = sum(map(math.prod, local.values()))
+        return count * low, count * low, count
+    if training.stage == 3:
+        rows = [(shape[0] if shape else 1, math.prod(shape[1:])) for shape in local.values()]
+        padded = 4 * sum(-(-length // parts) * width for length, width in rows)
+        return padded, padded, sum(_chunk(length, parts, index) * width for length, width in rows)
+    whole = padded = updated = 0
+    for counts in _buckets(local):
+        length, own = _cut(counts, _ALIGNMENT // low, index, parts)
+        whole, padded, updated = whole + sum(counts), padded + length, updated + own
+    return padded * low, (whole if training.stage == 1 else padded // parts) * low, updated
+
+
+def _buckets(local: Shapes) -> list[list[int]]:
+    """The sizes of the parameters of each unit."""
+    units: dict[str, list[int]] = defaultdict(list)
+    for name, shape in local.items():
+        found = _UNIT.search(name)
+        units[found[0] if found else ""].append(math.prod(shape))
+    return list(units.values())
+
+
+def _cut(counts: Sequence[int], step: int, index: int, parts: int) -> tuple[int, int]:
+    """The length of a bucket of these parameters, each of which begins at a multiple of `step`, and how much of them
+    lies in one of its equal parts.
+    """
+    ends, end = [], 0
+    for count in counts:
+        ends.append(end + count)
+        end = -(-(end + count) // step) * step
+    length = -(-end // (step * parts)) * step * parts
+    first, last = index * length // parts, (index + 1) * length // parts
+    inside = [max(0, min(end, last) - max(end - count, first)) for end, count in zip(ends, counts, strict=True)]
+    return length, sum(inside)
