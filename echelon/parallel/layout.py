@@ -219,7 +219,8 @@ def across_nodes(layout: Layout, hosts: Sequence[str]) -> str:
     crossing = [group for group in layout.groups("tp") if len({hosts[rank] for rank in group}) > 1]
     if not crossing:
         return ""
-    places = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in crossing[0])
+    first = {host: [str(rank) for rank in crossing[0] if hosts[rank] == host] for host in hosts}
+    places = "; ".join(f"rank {', '.join(ranks)} on {host}" for host, ranks in first.items() if ranks)
     problem = f"{layout!r} lets tensor parallelism cross nodes ({places}), and every layer waits for its messages: "
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
     if len(runs) > len(set(hosts)):

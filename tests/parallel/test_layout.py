@@ -219,8 +219,8 @@ def test_written_as_in_a_script(layout):
         (Layout(dp=2, tp=2), "aabb", ""),
         (Layout(tp=4), "aaaa", ""),
         (Layout(pp=4), "abcd", ""),
-        (Layout(tp=4), "aabb", "rank 0 on a, rank 1 on a, rank 2 on b, rank 3 on b.* choose tp=1 or 2, and let dp, cp"),
-        (Layout(dp=2, tp=3), "aaaabb", "rank 3 on a, rank 4 on b, rank 5 on b.* choose tp=1 or 2,"),
+        (Layout(tp=4), "aabb", r"\(rank 0, 1 on a; rank 2, 3 on b\), and .*: choose tp=1 or 2, and let dp, cp"),
+        (Layout(dp=2, tp=3), "aaaabb", r"\(rank 3 on a; rank 4, 5 on b\), .*: choose tp=1 or 2,"),
         (Layout(dp=2, tp=2), "abab", "let the launcher fill one node with ranks before it goes on to the next"),
     ],
     ids=str,
@@ -237,7 +237,7 @@ def test_a_warning_on_nodes(tp):
     script = Path(__file__).parent / "scripts" / "across_nodes.py"
     warned = result(command("run", "--cluster", "2x1@1gbit", script, tp))["warned"]
     assert [len(texts) for texts in warned] == [tp - 1, 0]
-    assert all("(rank 0 on n1, rank 1 on n2)" in text for text in warned[0])
+    assert all("(rank 0 on n1; rank 1 on n2)" in text for text in warned[0])
 
 
 LAYOUTS = {
