@@ -34,18 +34,20 @@ def part(tensor: Tensor) -> Part:
     """The ranges of the whole that this rank holds."""
     ranges = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
-        for mesh_axis, dim in _in_order_of_sharding(tensor):
+        mesh = tensor.device_mesh
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"this rank holds nothing of a parameter that lies on {mesh}")
+        for axis, dim in _in_order_of_sharding(tensor):
             start, stop = ranges[dim]
-            step = -(
-                -(stop - start) // tensor.device_mesh.size(mesh_axis)
-            )  # as torch.chunk cuts: the last ones may be short
-            first = min(start + step * tensor.device_mesh.get_local_rank(mesh_axis), stop)
+            step = math.ceil((stop - start) / mesh.size(axis))  # as torch.chunk cuts: the last ones may be short
+            first = min(start + step * coordinate[axis], stop)
             ranges[dim] = first, min(first + step, stop)
-        held = tuple(stop - start for start, stop in ranges)
-        if held != tuple(tensor.to_local().shape):
+        expected, held = tuple(stop - start for start, stop in ranges), tuple(tensor.to_local().shape)
+        if held != expected:
             raise ValueError(
-                f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} holds "
-                f"{tuple(tensor.to_local().shape)} here, where {held} was expected"
+                f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} holds {held} here, "
+                f"where {expected} was expected"
             )
     return tuple(slice(start, stop) for start, stop in ranges)
 
