@@ -31,8 +31,8 @@ LAYERS = {
 CHANNELS = 4
 
 
-def world() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+def world(device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -78,14 +78,14 @@ def own_part(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return x.split(list(sizes))[dist.get_rank()]
 
 
-def errors(name: str, sizes: tuple[int, ...]) -> dict[str, float]:
+def errors(name: str, sizes: tuple[int, ...], device: str = "cpu") -> dict[str, float]:
     """Of this rank's part of all that is computed, against one process in fp64."""
-    whole = batches(name, sum(sizes))
-    expected = trained(layer(name, torch.float64), whole)
-    module = layer(name, torch.float64)
+    whole = [x.to(device) for x in batches(name, sum(sizes))]
+    expected = trained(layer(name, torch.float64).to(device), whole)
+    module = layer(name, torch.float64).to(device)
     names = list(module.state_dict())
     parameters = list(module.parameters())
-    synchronized = batchnorm.synchronize(module, world())
+    synchronized = batchnorm.synchronize(module, world(device))
     assert list(synchronized.state_dict()) == names
     assert all(new is old for new, old in zip(synchronized.parameters(), parameters, strict=True))
     got = trained(synchronized, [own_part(x, sizes) for x in whole])

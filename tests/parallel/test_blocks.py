@@ -28,21 +28,28 @@ def tensors(heads: tuple[int, int], queries: int, keys: int, dtype: torch.dtype,
     return [x.to(device, dtype)[:, :, 1:-2] for x in wide]
 
 
+def kernel_errors(
+    kernel: str, dtype: torch.dtype, heads: tuple[int, int], shape: tuple[int, int, bool], device: str = "cpu"
+) -> list[float]:
+    """Of output, log-sum-exp and gradients by a kernel, against plain operations."""
+    queries, keys, causal = shape
+    q, k, v, grad = tensors(heads, queries, keys, dtype, device)
+    assert blocks.kernel(q) == kernel
+    out, lse = blocks.forward(q, k, v, causal=causal)
+    plain_out, plain_lse = blocks.plain_forward(q, k, v, causal=causal)
+    assert lse.dtype == plain_lse.dtype == blocks.accumulate(dtype)
+    got = [out, lse, *blocks.backward(grad, q, out, lse, k, v, causal=causal)]
+    expected = [plain_out, plain_lse, *blocks.plain_backward(grad, q, out, plain_lse, k, v, causal=causal)]
+    return [error(x, y) for x, y in zip(got, expected, strict=True)]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_kernels_equal_plain_operations(
     dtype: torch.dtype, heads: tuple[int, int], shape: tuple[int, int, bool]
 ) -> None:
-    queries, keys, causal = shape
-    q, k, v, grad = tensors(heads, queries, keys, dtype)
-    assert blocks.kernel(q) == "cpu"
-    out, lse = blocks.forward(q, k, v, causal=causal)
-    plain_out, plain_lse = blocks.plain_forward(q, k, v, causal=causal)
-    assert lse.dtype == plain_lse.dtype == blocks.accumulate(dtype)
-    got = [out, lse, *blocks.backward(grad, q, out, lse, k, v, causal=causal)]
-    expected = [plain_out, plain_lse, *blocks.plain_backward(grad, q, out, plain_lse, k, v, causal=causal)]
-    assert max(error(x, y) for x, y in zip(got, expected, strict=True)) < TOLERANCES[dtype]
+    assert max(kernel_errors("cpu", dtype, heads, shape)) < TOLERANCES[dtype]
 
 
 def test_the_kernel_can_be_chosen() -> None:

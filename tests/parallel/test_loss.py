@@ -174,10 +174,18 @@ def bounds(vocabulary: int) -> tuple[int, int]:
 
 
 def split_errors(
-    rows: int, vocabulary: int, chunk: int, bias: bool, ignored: bool, dtype: torch.dtype = torch.float64
+    rows: int,
+    vocabulary: int,
+    chunk: int,
+    bias: bool,
+    ignored: bool,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
 ) -> tuple[float, list[float], dict[str, int]]:
     """The loss, the errors of loss and gradients against one process, and the payload bytes sent."""
-    hidden, weight, offsets, targets = inputs(rows, vocabulary, 6, bias, dtype)
+    hidden, weight, offsets, targets = (
+        x if x is None else x.to(device) for x in inputs(rows, vocabulary, 6, bias, dtype)
+    )
     if ignored:
         targets = torch.full_like(targets, -100)
     begin, end = bounds(vocabulary)

@@ -87,8 +87,8 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(x_BSD).flatten(0, 1), targets_BS.flatten(), reduction="sum")
 
 
-def world() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+def world(device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -124,13 +124,15 @@ def scattered_attention(mesh: DeviceMesh, kind: str, whole: list[Tensor], causal
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def attention_errors(kind: str, shape: dict[str, int], causal: bool, dtype: torch.dtype) -> list[float]:
+def attention_errors(
+    kind: str, shape: dict[str, int], causal: bool, dtype: torch.dtype, device: str = "cpu"
+) -> list[float]:
     """Relative errors of this rank's output and gradients."""
-    mesh = world()
-    whole = qkv(shape, dtype)
+    mesh = world(device)
+    whole = [x.to(device) for x in qkv(shape, dtype)]
     got = scattered_attention(mesh, kind, whole, causal)
     assert all(x.dtype == dtype for x in got)
-    held = sequence.positions(kind, causal, shape["length"], mesh.size(), mesh.get_local_rank(), torch.device("cpu"))
+    held = sequence.positions(kind, causal, shape["length"], mesh.size(), mesh.get_local_rank(), whole[0].device)
     return [error(x, y[:, :, held]) for x, y in zip(got, one_process(*whole, causal), strict=True)]
 
 
