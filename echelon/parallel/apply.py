@@ -42,6 +42,9 @@ class Strategies:
 
 def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
     """Make of a plain model, equal on all ranks, the one to train on this rank of the grid."""
+    dtype = _DTYPES[strategies.precision]
+    low = dtype if dtype.itemsize == 2 else None
+    model = model.to(torch.float32 if low and strategies.stage == 3 else dtype)
     sequences = hasattr(model, "tokens")
     model = tensor.split(model, grid.mesh("tp"), sequence_parallel=sequences)
     if grid.mesh("cp").size() > 1:
@@ -59,4 +62,4 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
         return data.replicate(model, grid.mesh("data"))
     if strategies.stage < 3:
         return data.shard(model, grid.mesh("data"), strategies.stage)
-    return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)
+    return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3, compute=low)

@@ -65,6 +65,34 @@ def split_dimension(name: str, kv_heads: int, ranks: int) -> int | None:
     return 1 if module in _BY_INPUT and kind == "weight" else None
 
 
+def shares_gradient(name: str, kv_heads: int, ranks: int, sequence_parallel: bool = True) -> bool:
+    """Whether a rank's gradient of the parameter `name` is only a share, which is summed over `ranks` once a step."""
+    *_, module, _ = ("", *name.split("."))
+    if module == "qkv":
+        return kv_heads < ranks
+    if module in ("q_norm", "k_norm"):
+        return True
+    return sequence_parallel and (module in (*_TABLES, "dense") or module.endswith("norm"))
+
+
+def traffic(
+    blocks: int, batch: int, sequence: int, hidden: int, ranks: int, element_size: int, sequence_parallel: bool = True
+) -> dict[str, int]:
+    """Payload bytes by operation, over `ranks`, of one forward and backward pass.
+
+    Each attention and MLP gathers the stream and scatters a sum, forward, and the other way round, backward; so do the
+    embedding (which only scatters) and the head (which only gathers). A whole stream is all-reduced instead, and has no
+    embedding. `batch` and `sequence` are a rank's; `sequence` is 1 for the head of a model that classifies. The shares
+    of gradients (`shares_gradient`) and the loss (`loss.traffic`) come on top.
+    """
+    if ranks == 1:
+        return {}
+    stream = batch * sequence * hidden * element_size
+    if sequence_parallel:
+        return {"all_gather_single": (4 * blocks + 2) * stream, "reduce_scatter_single": (4 * blocks + 2) * stream}
+    return {"all_reduce": 4 * blocks * stream + batch * hidden * element_size}
+
+
 def _style(last: str, module: nn.Module, stream: Placement) -> ParallelStyle | None:
     if last in ("attention", "mlp"):
         return _Gathered(stream)

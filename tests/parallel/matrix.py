@@ -7,7 +7,7 @@ those of one process, which it computes itself, and returns the largest relative
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -29,6 +29,10 @@ from echelon.parallel.optimizer import Optimizer
 
 STEPS = 5
 BATCH, LENGTH, VOCABULARY = 4, 16, 61
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+}
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,15 @@ def build(family: str) -> nn.Module:
     return Llama(config)
 
 
-def global_batch(family: str, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
+def global_batch(family: str, step: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same numbers whatever the device and dtype."""
+    made = _global_batch(family, torch.Generator().manual_seed(step))
+    return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in made.items()}
+
+
+def _global_batch(family: str, generator: torch.Generator) -> dict[str, Tensor]:
     if family in ("vit", "resnet"):
-        images = torch.randn(BATCH, 3, 16, 16, generator=generator, dtype=torch.float64)
+        images = torch.randn(BATCH, 3, 16, 16, generator=generator)
         return {"images_BCHW": images, "targets_B": torch.randint(10, (BATCH,), generator=generator)}
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     if family != "bert":
@@ -109,14 +118,15 @@ def targets(batch: dict[str, Tensor]) -> Tensor:
 
 
 @cache
-def alone(family: str, dtype: torch.dtype, optimizer: str) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss and gradients of every step on one process."""
-    model = build(family).to(dtype)
-    optimize = make(optimizer)(model.parameters())
+def alone(family: str, precision: str, optimizer: str, device: str) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss and gradients of every step on one process: in fp32 also for what is then trained in less."""
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    model: Any = build(family).to(device, dtype)
+    optimize = OPTIMIZERS[optimizer](model.parameters())
     told = []
     for step in range(STEPS):
         model.place.step = step
-        batch = global_batch(family, step)
+        batch = global_batch(family, step, device, dtype)
         loss = model(**batch) / (targets(batch) != -100).sum()
         loss.backward()
         told.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
@@ -125,30 +135,28 @@ def alone(family: str, dtype: torch.dtype, optimizer: str) -> list[tuple[float, 
     return told
 
 
-def make(optimizer: str) -> Any:
-    if optimizer == "sgd":
-        return partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    return partial(torch.optim.AdamW, lr=1e-3)
-
-
-def train(family: str, row: Row) -> dict[str, Any]:
-    reference = alone(family, torch.float64, "sgd")
-    grid = row.layout.build()
-    model: Any = parallelize(build(family).double(), grid, row.strategies)
-    optimizer = Optimizer(make("sgd"), model)
+def train(
+    family: str, row: Row, precision: str = "fp64", optimizer: str = "sgd", device: str = "cpu"
+) -> dict[str, Any]:
+    reference = alone(family, precision, optimizer, device)
+    grid = row.layout.build(device)
+    strategies = replace(row.strategies, precision=precision)
+    model: Any = parallelize(build(family).to(device), grid, strategies)
+    update = Optimizer(OPTIMIZERS[optimizer], model)
     worst_loss = worst_gradient = 0.0
     where = ""
-    traffic: dict[tuple[str, str], int] = defaultdict(int)
+    sent: dict[tuple[str, str], int] = defaultdict(int)
     for step, (loss_alone, gradients_alone) in enumerate(reference):
         model.place.step = step
-        given = batches.part(global_batch(family, step), grid, kind=row.strategies.sequence, causal=family != "bert")
-        with echelon.comm.record() as log:
+        whole = global_batch(family, step, device, next(model.parameters()).dtype)
+        given = batches.part(whole, grid, kind=strategies.sequence, causal=family != "bert")
+        with echelon.comm.record() as forward_and_backward:
             loss = model(**given) / batches.count(targets(given), grid.mesh("data"))
             loss.backward()
         gradients = data.full_gradients(model)
-        with echelon.comm.record() as more:
-            optimizer.step()
-        total = loss.detach().clone()
+        with echelon.comm.record() as updating:
+            update.step()
+        total = loss.detach().double()
         dist.all_reduce(total, group=grid.mesh("data").get_group())
         worst_loss = max(worst_loss, abs(total.item() / loss_alone - 1))
         assert gradients.keys() == gradients_alone.keys()
@@ -157,6 +165,7 @@ def train(family: str, row: Row) -> dict[str, Any]:
             if error > worst_gradient:
                 worst_gradient, where = error, f"{name} in step {step}"
         if step == STEPS - 1:
-            for record in [*log, *more]:
-                traffic[record.dimension, record.operation] += record.payload
-    return {"loss": worst_loss, "gradient": worst_gradient, "where": where, "traffic": dict(traffic)}
+            for record in [*forward_and_backward, *updating]:
+                sent[record.dimension, record.operation] += record.payload
+    traffic = {key: payload for key, payload in sent.items() if payload}
+    return {"loss": worst_loss, "gradient": worst_gradient, "where": where, "traffic": traffic}

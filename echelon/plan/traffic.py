@@ -1,0 +1,93 @@
+"""What each dimension of a layout sends in a step: payload bytes by view and operation, as the recorder counts them.
+
+A pure function of a plain model's shapes (on the meta device they cost nothing): every strategy knows its own traffic,
+and this adds them up. A step is one forward and backward pass and the optimizer's update, without recomputation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from echelon.parallel import buckets, data_traffic, loss, sequence, tensor
+from echelon.parallel.apply import Strategies
+from echelon.parallel.layout import Layout
+
+Traffic = Counter[tuple[str, str]]  # by view and operation
+_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_NUMBER = 8  # bytes of a count or a norm
+
+
+def traffic(
+    model: nn.Module, layout: Layout, strategies: Strategies, batch: int, length: int = 1, rank: int = 0
+) -> Traffic:
+    """For a global batch of so many samples, each a sequence of `length` tokens (an image's patches)."""
+    place = layout.coordinates(rank)
+    grid = layout.grids[place["pp"]]
+    element = _ELEMENT[strategies.precision]
+    samples, tokens = batch // layout.dp, length // grid.cp
+    sent: Traffic = Counter()
+
+    def add(view: str, *parts: dict[str, int]) -> None:
+        for part in parts:
+            for operation, payload in part.items():
+                sent[view, operation] += payload
+
+    blocks: list[Any] = list(getattr(model, "blocks", []))
+    kv_heads = _kv_heads(blocks) if blocks else 0
+    splits = hasattr(model, "tokens")  # whether its sequences can be split
+    if grid.tp > 1:
+        hidden = blocks[0].attention.out.weight.shape[0]
+        add("tp", tensor.traffic(len(blocks), samples, tokens, hidden, grid.tp, element, splits))
+        add("tp", *loss.traffic(samples * (tokens if splits else 1), grid.tp, element))
+        shares = [
+            parameter.numel()
+            for name, parameter in model.named_parameters()
+            if tensor.shares_gradient(name, kv_heads, grid.tp, splits)
+        ]
+        add("tp", {"all_reduce": sum(shares) * element})
+    if grid.cp > 1:
+        for block in blocks:
+            heads = kv_heads * block.attention.queries_per_key // grid.tp
+            local = max(kv_heads // grid.tp, 1)
+            shape = samples, length, heads, local, block.attention.head_dim, grid.cp, element
+            add("cp", *sequence.traffic(strategies.sequence, *shape))
+    held = _held(model, kv_heads, grid.tp, place["tp"], element)
+    if strategies.stage == 3:
+        ranks = len(layout.group("shard_cp", rank))
+        told = data_traffic.traffic(held, 3, ranks, replicas=layout.replicate)
+        add("replicate", {"all_reduce": told.pop("all_reduce", 0)})
+        add("shard_cp", told)
+    else:
+        add("data", data_traffic.traffic(held, strategies.stage, len(layout.group("data", rank))))
+    if len(layout.group("data", rank)) > 1:
+        add("data", {"all_reduce": _NUMBER})  # how many targets count
+    if layout.size > 1:
+        add("world", {"all_reduce": _NUMBER})  # the gradients' norm
+    return +sent
+
+
+def _held(model: nn.Module, kv_heads: int, tp: int, place: int, element: int) -> dict[str, list[data_traffic.Held]]:
+    """What tensor parallelism leaves of each parameter on a rank."""
+
+    def local(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        dim = None if tp == 1 else tensor.split_dimension(name, kv_heads, tp)
+        if dim is None:
+            return shape
+        size = -(-shape[dim] // tp)  # rounded up, until nothing is left
+        return (*shape[:dim], min(size, max(shape[dim] - place * size, 0)), *shape[dim + 1 :])
+
+    return {
+        unit: [
+            data_traffic.Held(local(name, tuple(parameter.shape)), element, parameter.requires_grad)
+            for name, parameter in parameters.items()
+        ]
+        for unit, parameters in buckets.units(model).items()
+    }
+
+
+def _kv_heads(blocks: list[Any]) -> int:
+    attention = blocks[0].attention
+    return int(attention.qkv.weight.shape[0] // attention.head_dim // (attention.queries_per_key + 2))
