@@ -24,9 +24,6 @@ def test_a_layout_equals_one_process(ranks, family, row):
 
 # Of the loss, relative, after five steps of AdamW; bf16 beside one process in fp32.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
-    "fp32": 1e-5,
-    "bf16": 2e-2,
-}  # of the loss, relative, after five steps of AdamW; bf16 beside one process in fp32
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
