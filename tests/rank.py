@@ -13,6 +13,8 @@ from multiprocessing.connection import Client
 import torch
 import torch.distributed as dist
 
+from tests.groups import forget_subgroups
+
 
 def main() -> None:
     parent = Client((sys.argv[1], int(sys.argv[2])), authkey=bytes.fromhex(os.environ.pop("TESTS_RANK_KEY")))
@@ -30,7 +32,7 @@ def main() -> None:
             answer = True, function(*arguments)
         except BaseException:
             answer = False, traceback.format_exc()
-        _forget_subgroups()
+        forget_subgroups()
         parent.send(answer)
 
 
@@ -41,20 +43,6 @@ def gloo() -> dist.ProcessGroup:
     """
     made = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
     return made[0] if made else dist.new_group(backend="gloo")
-
-
-def _forget_subgroups() -> None:
-    """Destroy what the test made, so that a hundred tests do not use up MPI's communicators.
-
-    DTensor remembers meshes, and takes one for another that has the same shape and names but groups of its own.
-    """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD and dist.get_backend(group) == "echelon":
-            dist.destroy_process_group(group)
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
 
 
 if __name__ == "__main__":

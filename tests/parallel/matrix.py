@@ -24,8 +24,9 @@ from echelon.models.vit import ViT, ViTConfig
 from echelon.parallel import batch as batches
 from echelon.parallel import data
 from echelon.parallel.apply import Strategies, parallelize
-from echelon.parallel.layout import Layout
+from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.optimizer import Optimizer
+from tests.groups import keep_groups
 
 STEPS = 5
 BATCH, LENGTH, VOCABULARY = 4, 16, 61
@@ -135,11 +136,18 @@ def alone(family: str, precision: str, optimizer: str, device: str) -> list[tupl
     return told
 
 
+@cache
+def grid_of(layout: Layout, device: str) -> Grid:
+    grid = layout.build(device)
+    keep_groups()
+    return grid
+
+
 def train(
     family: str, row: Row, precision: str = "fp64", optimizer: str = "sgd", device: str = "cpu"
 ) -> dict[str, Any]:
     reference = alone(family, precision, optimizer, device)
-    grid = row.layout.build(device)
+    grid = grid_of(row.layout, device)
     strategies = replace(row.strategies, precision=precision)
     model: Any = parallelize(build(family).to(device), grid, strategies)
     update = Optimizer(OPTIMIZERS[optimizer], model)
