@@ -38,12 +38,11 @@ def name_key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
-def rows(key: int, *places: int | Tensor) -> Tensor:
-    """One int32 for each row that a tuple of places (tensors that broadcast together, or numbers) names."""
-    hashed: Tensor | int = signed(key)
-    for place in places:
-        hashed = mix((place.to(torch.int32) if isinstance(place, Tensor) else signed(place)) ^ hashed)  # type: ignore[arg-type]
-    assert isinstance(hashed, Tensor)
+def rows(key: int, first: Tensor, *others: Tensor) -> Tensor:
+    """One int32 for each row; tensors that broadcast together name it."""
+    hashed = mix(first.to(torch.int32) ^ signed(key))
+    for place in others:
+        hashed = mix(hashed ^ place.to(torch.int32))
     return hashed
 
 

@@ -7,23 +7,29 @@ drop there, and recomputation drops it again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from echelon.models import counter
 
 
-@dataclass
 class Place:
     """Where a model is, for all its dropouts. Whoever trains sets `seed` and `step`; the model sets the rest."""
 
-    seed: int = 0
-    step: int = 0
-    samples_B: Tensor | None = None  # the samples' numbers in the whole batch; None: 0, 1, …
-    positions_S: Tensor | None = None  # the tokens' positions in the whole sequence; None: 0, 1, …
-    part: tuple[int, int] = (0, 1)  # (index, count): the slice of this sequence that regions split by sequence hold
+    def __init__(self, seed: int = 0, step: int = 0) -> None:
+        self.seed, self.step = seed, step
+        self.samples_B: Tensor | None = None  # the samples' numbers in the whole batch; None: 0, 1, …
+        self.positions_S: Tensor | None = None  # the tokens' positions in the whole sequence; None: 0, 1, …
+        self.part = 0, 1  # (index, count): the slice of this sequence that regions split by sequence hold
+
+    @property
+    def step(self) -> int:
+        return int(self.step_tensor)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        """Kept as a tensor, always on the CPU: a number would be compiled into a graph, and each step need its own."""
+        self.step_tensor = torch.tensor(counter.signed(value), dtype=torch.int32, device="cpu")
 
     def move(self, samples_B: Tensor | None, positions_S: Tensor | None) -> None:
         """Say of which samples and positions the next computation is."""
@@ -72,7 +78,7 @@ class Dropout(nn.Module):
 
     def drop(self, x: Tensor, *places: Tensor, columns: Tensor) -> Tensor:
         key = counter.number_key(self.place.seed, self.number)
-        bits = counter.elements(key, counter.rows(key, places[0], self.place.step, *places[1:]), columns)
+        bits = counter.elements(key, counter.rows(key, places[0], self.place.step_tensor, *places[1:]), columns)
         keep = bits >= round(self.p * 2**32) - 2**31
         return torch.where(keep, x / (1 - self.p), 0)
 
