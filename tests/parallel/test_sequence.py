@@ -201,7 +201,9 @@ def test_attention_of_any_shape(ranks: Any, kind: str, data: st.DataObject) -> N
         assert max(errors) < EXACT
 
 
-def transformer_errors(kind: str, heads: tuple[int, int], causal: bool, recompute: bool) -> dict[str, float]:
+def transformer_errors(
+    kind: str, heads: tuple[int, int], causal: bool, recompute: bool, compiled: bool = False
+) -> dict[str, float]:
     """Relative errors of the loss and of each parameter's gradient, both summed over the ranks."""
     mesh, length = world(), 16
     tokens_BS, targets_BS = torch.randint(0, 50, (2, 2, length))
@@ -216,6 +218,8 @@ def transformer_errors(kind: str, heads: tuple[int, int], causal: bool, recomput
 
     sequence.scatter(model, mesh, kind=kind)
     assert set(model.state_dict()) == names
+    if compiled:
+        model.compile(backend="aot_eager")
     tokens, targets, positions_S = sequence.part(tokens_BS, targets_BS, mesh=mesh, kind=kind, causal=causal)
     loss = model(tokens, targets, positions_S=positions_S)
     loss.backward()
@@ -234,6 +238,12 @@ def transformer_errors(kind: str, heads: tuple[int, int], causal: bool, recomput
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_transformer_equals_one_process(ranks: Any, n: int, kind: str, causal: bool, recompute: bool) -> None:
     for errors in ranks(n, transformer_errors, kind, (4, 2), causal, recompute):
+        assert {name: value for name, value in errors.items() if value > EXACT} == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_transformer_equals_one_process(ranks: Any, kind: str) -> None:
+    for errors in ranks(2, transformer_errors, kind, (4, 2), True, False, True, timeout=180):
         assert {name: value for name, value in errors.items() if value > EXACT} == {}
 
 
@@ -329,6 +339,27 @@ def test_a_causal_ring_gives_all_ranks_equally_much_to_compute(ranks: Any, n: in
     counts = ranks(n, computed_scores, True, length)
     assert counts == [(length**2 // 2 // n, length**2 // 2 // n)] * n
     assert ranks(n, computed_scores, False, length) == [(length**2 // n, length**2 // n)] * n
+
+
+def sent_before_each_block() -> list[int]:
+    """How many messages this rank had begun to send when it computed each block of the forward pass."""
+    counts, original = [], blocks.forward
+
+    def counting(*tensors: Tensor, causal: bool) -> Any:
+        counts.append(sum(record.operation == "send" for record in log))
+        return original(*tensors, causal=causal)
+
+    blocks.forward = counting
+    try:
+        with echelon.comm.record() as log:
+            scattered_attention(world(), "ring", qkv(shape((2, 2)), torch.float64), True)
+    finally:
+        blocks.forward = original
+    return counts
+
+
+def test_the_next_keys_are_under_way_while_a_rank_computes(ranks: Any) -> None:
+    assert ranks(4, sent_before_each_block) == [[1, 2, 3, 3]] * 4
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
