@@ -159,11 +159,14 @@ class _Vocabulary(ParallelStyle):
         head.project = partial(self._project, mesh)
         return module
 
-    def _loss(self, mesh: DeviceMesh, hidden: Tensor, weight: Any, bias: Any, targets: Tensor) -> Tensor:
+    def _loss(
+        self, mesh: DeviceMesh, hidden: Tensor, weight: Any, bias: Any, targets: Tensor, chunk: int = 1024
+    ) -> Tensor:
         whole = _whole(hidden, mesh, self._stream).to_local(grad_placements=[Partial()])
         first = compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])[1][0]
         local_bias = None if bias is None else bias.to_local()
-        return chunked_cross_entropy(whole, weight.to_local(), local_bias, targets, group=mesh.get_group(), first=first)
+        part = {"chunk": chunk, "group": mesh.get_group(), "first": first}
+        return chunked_cross_entropy(whole, weight.to_local(), local_bias, targets, **part)
 
     def _project(self, mesh: DeviceMesh, hidden: Tensor, weight: Any, bias: Any) -> Tensor:
         logits: Any = F.linear(_whole(hidden, mesh, self._stream), weight, bias)

@@ -10,8 +10,9 @@ from collections import Counter
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.parallel import buckets, data_traffic, loss, sequence, tensor
+from echelon.parallel import batchnorm, buckets, data_traffic, loss, sequence, tensor
 from echelon.parallel.apply import Strategies
 from echelon.parallel.layout import Layout
 
@@ -54,6 +55,10 @@ def traffic(
             local = max(kv_heads // grid.tp, 1)
             shape = samples, length, heads, local, block.attention.head_dim, grid.cp, element
             add("cp", *sequence.traffic(strategies.sequence, *shape))
+    data = len(layout.group("data", rank))
+    if strategies.global_batchnorm:
+        for norm in (module for module in model.modules() if isinstance(module, _BatchNorm)):
+            add("data", *batchnorm.traffic(norm.num_features, data, element))
     held = _held(model, kv_heads, grid.tp, place["tp"], element)
     if strategies.stage == 3:
         ranks = len(layout.group("shard_cp", rank))
@@ -61,8 +66,8 @@ def traffic(
         add("replicate", {"all_reduce": told.pop("all_reduce", 0)})
         add("shard_cp", told)
     else:
-        add("data", data_traffic.traffic(held, strategies.stage, len(layout.group("data", rank))))
-    if len(layout.group("data", rank)) > 1:
+        add("data", data_traffic.traffic(held, strategies.stage, data))
+    if data > 1:
         add("data", {"all_reduce": _NUMBER})  # how many targets count
     if layout.size > 1:
         add("world", {"all_reduce": _NUMBER})  # the gradients' norm
