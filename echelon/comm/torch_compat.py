@@ -190,14 +190,10 @@ def world_mesh(device_type: str) -> Any:
 
 
 def stay_out_of(groups: list[list[int]]) -> None:
-    """What a rank does while others make these groups for a mesh: PyTorch names a group by the calls before it.
-
-    (With a device bound to it, the world is split instead, which is for the members alone.)
-    """
+    """What a rank does while others make these groups for a mesh: PyTorch names a group by the calls before it."""
     import torch.distributed as dist
 
-    world: Any = dist.group.WORLD
-    for ranks in groups if world.bound_device_id is None else []:
+    for ranks in groups:
         dist.new_group(ranks)
 
 

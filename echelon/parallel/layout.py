@@ -100,12 +100,12 @@ class Layout:
             if self.size == ranks:
                 return self
             are = "1 is" if ranks == 1 else f"{ranks} are"
-            raise ValueError(f"{self!r} needs {self.size} ranks, but {are} running: {_advice(self, ranks)}")
+            raise ValueError(f"{self!r} needs {_ranks(self.size)}, but {are} running: {_advice(self, ranks)}")
         least = self._with({self._rest: self.replicate if self._rest == "dp" else 1})
         if ranks % least.size == 0:
             return self._with({self._rest: getattr(least, self._rest) * (ranks // least.size)})
         raise ValueError(
-            f"{self!r} does not fit {ranks} rank{'s' * (ranks != 1)}: all but {self._rest} makes {least.size}, "
+            f"{self!r} does not fit {_ranks(ranks)}: all but {self._rest} makes {least.size}, "
             f"which does not divide {ranks}: {_advice(self, ranks)}"
         )
 
@@ -303,6 +303,10 @@ def _factorings(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _listed(words: Sequence[str], last: str) -> str:
