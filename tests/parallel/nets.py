@@ -1,4 +1,4 @@
-"""A small model with what makes data parallelism hard, its data, and how one process trains it."""
+"""Small models with what makes data parallelism hard, their data, and how one process trains them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-WORDS, WIDTH, INNER, LENGTH, SAMPLES = 13, 9, 14, 5, 16
+WORDS, WIDTH, INNER, LENGTH, SAMPLES = 13, 9, 14, 6, 16
 
 
 class Block(nn.Module):
@@ -44,12 +47,59 @@ class Net(nn.Module):
         """The sum of the losses."""
         x = self.tokens(tokens) + self.positions
         for block in self.blocks:
-            x = block(x)
+            x = block(x.to(block.gain.dtype)).to(x.dtype)
         if (tokens[:, 0] == 0).any():
             x = x + self.extra(x) * (tokens[:, :1, None] == 0)
-        logits = self.head(x).flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+        return summed_loss(self.head(x), targets)
+
+
+class SplitBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class SplitNet(nn.Module):
+    """For tensor parallelism with PyTorch's own styles: `split` splits it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.tokens = nn.Embedding(14, 8)
+        self.blocks = nn.ModuleList(SplitBlock() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 14)
+        self.gain = nn.Parameter(torch.ones(1))  # stays a plain tensor, the same on all ranks
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return summed_loss(self.head(self.norm(x)) * self.gain, targets)
+
+    def split(self, mesh: DeviceMesh) -> None:
+        plan: dict[str, Any] = {
+            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        for block in range(len(self.blocks)):
+            plan |= {
+                f"blocks.{block}.norm": SequenceParallel(),
+                f"blocks.{block}.up": ColwiseParallel(input_layouts=Shard(1)),
+                f"blocks.{block}.down": RowwiseParallel(output_layouts=Shard(1)),
+            }
+        parallelize_module(self, mesh, plan)
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -71,13 +121,14 @@ class Result:
 
 
 def train_alone(
-    dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], max_norm: float | None = None, steps: int = 5
+    model: nn.Module, make: Callable[..., torch.optim.Optimizer], max_norm: float | None = None, steps: int = 5
 ) -> Result:
     """One process, all samples, plain PyTorch; parameters of low precision have a copy in fp32 that is updated."""
-    model = Net().to(dtype)
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    high = torch.promote_types(dtype, torch.float32)
-    masters = {name: parameter.detach().to(high, copy=True) for name, parameter in trainable.items()}
+    masters = {
+        name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        for name, parameter in trainable.items()
+    }
     optimizer = make(masters.values())
     result = Result()
     for step in range(steps):
@@ -86,7 +137,7 @@ def train_alone(
         loss.backward()
         for name, parameter in trainable.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            masters[name].grad = gradient.to(high)
+            masters[name].grad = gradient.to(masters[name].dtype)
         result.gradients.append({name: parameter.grad.clone() for name, parameter in masters.items()})
         limit = float("inf") if max_norm is None else max_norm
         result.losses.append(loss.item())

@@ -1,84 +1,57 @@
-"""Every stage trains as one process does: losses, norms, gradients and parameters."""
+"""Every stage trains as one process does: losses, norms, gradients and parameters.
+
+The model (`nets.Net`) has sizes that no number of ranks divides, a parameter of one element, a frozen one, a tied one,
+one that a single rank uses and one that none uses.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from functools import partial
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from echelon.parallel import data
-from echelon.parallel.optimizer import Optimizer
-from tests.parallel.nets import Net, Result, batch, error, train_alone
+from tests.parallel.training import ADAMW, SGD, STRATEGIES, errors, errors_when_split
 
-STRATEGIES = ["replicate", "shard 1", "shard 2", "shard 3", "hybrid"]
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+SIZES = [2, 4, pytest.param(8, marks=pytest.mark.slow)]
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def apply(model: nn.Module, strategy: str) -> nn.Module:
-    n = dist.get_world_size()
-    if strategy == "hybrid":
-        return data.shard(model, init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("replicate", "shard")), stage=3)
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp",))
-    if strategy == "replicate":
-        return data.replicate(model, mesh)
-    return data.shard(model, mesh, stage=int(strategy[-1]))
+@pytest.mark.parametrize("backwards", [1, 2])
+@all_strategies
+@pytest.mark.parametrize("size", SIZES)
+def test_fp64(ranks, strategy, size, backwards):
+    for seen in ranks(size, errors, strategy, torch.float64, SGD, 0.5, backwards):
+        assert max(seen.values()) < 1e-9, seen
 
 
-def train(
-    strategy: str,
-    dtype: torch.dtype,
-    make,
-    max_norm: float | None = None,
-    micro_batches: int = 1,
-    on_cpu: bool = False,
-    steps: int = 5,
-) -> Result:
-    """As `train_alone`, each rank on its own samples, in several backward passes a step."""
-    model = Net().to(dtype)
-    if dist.get_rank() > 0:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)  # the strategy must make them equal
-    model = apply(model, strategy)
-    optimizer = Optimizer(make, model, on_cpu=on_cpu)
-    result = Result()
-    for step in range(steps):
-        mine = [whole.chunk(dist.get_world_size())[dist.get_rank()] for whole in batch(step)]
-        count = batch(step)[1].numel()
-        parts = zip(*(part.chunk(micro_batches) for part in mine))
-        total = torch.zeros((), dtype=torch.float64)
-        for index, (some_tokens, some_targets) in enumerate(parts):
-            with data.accumulate(model) if index < micro_batches - 1 else contextlib.nullcontext():
-                loss = model(some_tokens, some_targets) / count
-                optimizer.scale(loss).backward()
-                total += loss.detach()
-        dist.all_reduce(total)
-        result.losses.append(total.item())
-        result.gradients.append({name: grad.clone() for name, grad in data.full_gradients(model).items()})
-        result.norms.append(optimizer.step(max_norm))
-    result.parameters = data.full_parameters(model)
-    return result
+@pytest.mark.parametrize("on_cpu", [False, True])
+@all_strategies
+def test_fp32(ranks, strategy, on_cpu):
+    """Adam divides by a gradient's size: where that is nearly zero, its rounding becomes the update's."""
+    for seen in ranks(4, errors, strategy, torch.float32, ADAMW, None, 2, on_cpu):
+        assert max(seen.values()) < 1e-4, seen
 
 
-def errors(strategy: str, dtype: torch.dtype, make, max_norm: float | None = None, **options) -> dict[str, float]:
-    """How far a run is from one process's, computed on each rank: tensors do not travel back from there."""
-    result, expected = train(strategy, dtype, make, max_norm, **options), train_alone(dtype, make, max_norm)
-    return {each: error(getattr(result, each), getattr(expected, each)) for each in vars(expected)}
+@pytest.mark.parametrize("on_cpu", [False, True])
+@all_strategies
+def test_bf16(ranks, strategy, on_cpu):
+    """With a master copy in fp32. Gradients are rounded to eight bits on each rank before they are summed."""
+    for seen in ranks(4, errors, strategy, torch.bfloat16, ADAMW, 0.5, 2, on_cpu):
+        assert max(seen["losses"], seen["norms"]) < 1e-2, seen
+        assert max(seen["gradients"], seen["parameters"]) < 0.1, seen
 
 
-def errors_with(keywords: dict, *arguments) -> dict[str, float]:
-    return errors(*arguments, **keywords)
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+def test_mixed_dtypes(ranks, strategy):
+    """Blocks in fp32, the rest in fp64."""
+    for seen in ranks(2, errors, strategy, torch.float64, SGD, 0.5, 2, False, torch.float32):
+        assert max(seen.values()) < 1e-5, seen
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_fp64(ranks, strategy, size, micro_batches):
-    for seen in ranks(size, errors_with, {"micro_batches": micro_batches}, strategy, torch.float64, SGD, 0.5):
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [(4, strategy) for strategy in STRATEGIES[:4]] + [pytest.param(8, "hybrid", marks=pytest.mark.slow)],
+)
+def test_split_over_tensor_ranks(ranks, size, strategy, backwards):
+    for seen in ranks(size, errors_when_split, strategy, backwards):
         assert max(seen.values()) < 1e-9, seen
