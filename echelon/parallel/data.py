@@ -107,7 +107,7 @@ def _with_reducer(model: nn.Module, mesh: DeviceMesh, stage: int) -> nn.Module:
         raise ValueError(f"stage {stage} works over a mesh of one dimension, but this one has {mesh.ndim}: flatten it")
     _refuse_second_strategy(model)
     _start_equal(model, mesh)
-    model.reducer = Reducer(model, mesh, stage)  # type: ignore[assignment]
+    model.gradient_reducer = Reducer(model, mesh, stage)  # type: ignore[assignment]
     return model
 
 

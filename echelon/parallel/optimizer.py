@@ -39,7 +39,7 @@ class Optimizer:
         self._reducer = reducer_of(model)
         self._pieces = pieces(model)
         self._updated = [_updated(piece.memory, on_cpu) for piece in self._pieces]
-        self._device = self._pieces[0].memory.device
+        self._device = next(model.parameters()).device  # where the world can talk, wherever the pieces are
         self.inner = make([(piece.name, tensor) for piece, tensor in zip(self._pieces, self._updated, strict=True)])
         dtypes = {getattr(model, COMPUTES_IN, None), *(piece.memory.dtype for piece in self._pieces)}
         self._is_scaling = torch.float16 in dtypes
@@ -79,7 +79,7 @@ class Optimizer:
         states = {name: saved["state"].get(index, {}) for name, index in _indices(saved).items()}
         for piece, tensor in zip(self._pieces, self._updated, strict=True):
             states[piece.name] = {"offset": piece.offset, **states[piece.name]}
-            if tensor.data_ptr() != piece.memory.data_ptr():
+            if tensor is not piece.memory:
                 states[piece.name]["master"] = tensor
         scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
         return {"parameters": states, "groups": saved["param_groups"], **scale}
@@ -126,7 +126,7 @@ class Optimizer:
 
     def _write_back(self) -> None:
         for piece, tensor in zip(self._pieces, self._updated, strict=True):
-            if tensor.data_ptr() != piece.memory.data_ptr():
+            if tensor is not piece.memory:
                 piece.memory.copy_(tensor)
         if self._reducer is not None:
             self._reducer.gather_weights()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor
@@ -35,25 +34,22 @@ class Piece:
 def pieces(model: nn.Module) -> list[Piece]:
     """A model's pieces, of trainable parameters alone, in the same order on all ranks."""
     reducer = reducer_of(model)
+    ranks = max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
     if reducer is None or reducer.stage == 0:
-        return list(_whole(model, reducer.ranks if reducer else 1))
-    return [piece for bucket in reducer.buckets for piece in _parts(model, bucket, reducer)]
+        return list(_whole(model, ranks, reducer.ranks if reducer else 1))
+    return [piece for bucket in reducer.buckets for piece in _parts(bucket, reducer, ranks)]
 
 
 def reducer_of(model: nn.Module) -> Reducer | None:
     """What sums this model's gradients, unless FSDP2 does, or nobody."""
-    return getattr(model, "reducer", None)
+    return getattr(model, "gradient_reducer", None)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
-
-
-def _whole(model: nn.Module, copies: int) -> Iterator[Piece]:
+def _whole(model: nn.Module, ranks: int, replicas: int) -> Iterator[Piece]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             memory = local_tensor(parameter).detach()
-            yield Piece(name, 0, memory, copies * _copies(model, parameter), partial(_take, parameter))
+            yield Piece(name, 0, memory, replicas * _copies(parameter, ranks), partial(_take, parameter))
 
 
 def _take(parameter: nn.Parameter) -> Tensor | None:
@@ -65,7 +61,7 @@ def _take(parameter: nn.Parameter) -> Tensor | None:
     return local
 
 
-def _parts(model: nn.Module, bucket: Bucket, reducer: Reducer) -> Iterator[Piece]:
+def _parts(bucket: Bucket, reducer: Reducer, ranks: int) -> Iterator[Piece]:
     assert bucket.weights is not None
     mine = reducer.part(bucket.weights)
     start = reducer.rank * len(mine)
@@ -77,7 +73,7 @@ def _parts(model: nn.Module, bucket: Bucket, reducer: Reducer) -> Iterator[Piece
         where = slice(low - start, high - start)
         offset = min(max(low - place, 0), count)
         take = partial(_take_part, bucket, where, name == last)
-        yield Piece(name, offset, mine[where], _copies(model, parameter), take)
+        yield Piece(name, offset, mine[where], _copies(parameter, ranks), take)
 
 
 def _take_part(bucket: Bucket, where: slice, last: bool) -> Tensor | None:
@@ -87,11 +83,12 @@ def _take_part(bucket: Bucket, where: slice, last: bool) -> Tensor | None:
     return gradient
 
 
-def _copies(model: nn.Module, parameter: nn.Parameter) -> int:
-    """How many ranks of the meshes that the model's parameters know hold the same of this one."""
-    known = [other.device_mesh.size() for other in model.parameters() if isinstance(other, DTensor)]
+def _copies(parameter: nn.Parameter, ranks: int) -> int:
+    """How many of the ranks that the model's parameters are split over hold the same of this one: all of them, if it
+    is a plain tensor in a model whose other parameters are split.
+    """
     if not isinstance(parameter, DTensor):
-        return max(known, default=1)
+        return ranks
     mesh = parameter.device_mesh
     replicated = [mesh.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
-    return math.prod(replicated) * max(known) // mesh.size()
+    return math.prod(replicated) * ranks // mesh.size()

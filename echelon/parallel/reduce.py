@@ -28,7 +28,7 @@ SUMMED = "is_summed_over_ranks"  # a mark on gradients of stage 0
 
 
 class Reducer:
-    """Attached to a model as `model.reducer`."""
+    """Attached to a model as `model.gradient_reducer`."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, stage: int) -> None:
         self.stage = stage

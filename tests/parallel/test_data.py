@@ -28,7 +28,7 @@ def test_fp64(ranks, strategy, size, backwards):
 def test_fp32(ranks, strategy, on_cpu):
     """Adam divides by a gradient's size: where that is nearly zero, its rounding becomes the update's."""
     for seen in ranks(4, errors, strategy, torch.float32, ADAMW, None, 2, on_cpu):
-        assert max(seen.values()) < 1e-4, seen
+        assert max(seen.values()) < 2e-5, seen
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
@@ -36,8 +36,9 @@ def test_fp32(ranks, strategy, on_cpu):
 def test_bf16(ranks, strategy, on_cpu):
     """With a master copy in fp32. Gradients are rounded to eight bits on each rank before they are summed."""
     for seen in ranks(4, errors, strategy, torch.bfloat16, ADAMW, 0.5, 2, on_cpu):
-        assert max(seen["losses"], seen["norms"]) < 1e-2, seen
-        assert max(seen["gradients"], seen["parameters"]) < 0.1, seen
+        assert max(seen["losses"], seen["norms"]) < 2e-3, seen
+        assert seen["gradients"] < 0.06, seen
+        assert seen["parameters"] < 0.02, seen
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])

@@ -94,7 +94,7 @@ def peak(stage: int) -> int:
 
     def gradients() -> int:
         tensors = [parameter.grad for parameter in model.parameters()]
-        for bucket in model.reducer.buckets:
+        for bucket in model.gradient_reducer.buckets:
             tensors += [bucket.flat, bucket.arriving, bucket.reduced]
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each is not None}
         return sum(storage.nbytes() for storage in storages.values())
