@@ -159,6 +159,6 @@ def error(one: Any, other: Any) -> float:
     if isinstance(one, list):
         assert len(one) == len(other)
         return max(error(a, b) for a, b in zip(one, other))
-    a, b = torch.as_tensor(one, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
+    a, b = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (one, other))
     assert a.shape == b.shape
     return ((a - b).norm() / max(b.norm().item(), 1e-30)).item() if b.any() else a.norm().item()

@@ -44,11 +44,12 @@ def backward(model: nn.Module, scale: Callable[[Tensor], Tensor], samples: list[
     """The backward passes of one step; returns this rank's part of the loss."""
     total = torch.zeros((), dtype=torch.float64)
     count = batch(0)[1].numel()
+    device = next(model.parameters()).device
     for index, (tokens, targets) in enumerate(samples):
         with data.accumulate(model) if index < len(samples) - 1 else contextlib.nullcontext():
-            loss = model(tokens, targets) / count
+            loss = model(tokens.to(device), targets.to(device)) / count
             scale(loss).backward()
-            total += loss.detach()
+            total += loss.detach().cpu()
     return total
 
 
