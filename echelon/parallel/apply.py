@@ -19,7 +19,7 @@ from echelon.parallel.loss import chunked_cross_entropy
 from echelon.parallel.recompute import Recompute, blocks, recompute
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,8 @@ class Strategies:
 
 def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
     """Make of a plain model, equal on all ranks, the one to train on this rank of the grid."""
-    dtype = _DTYPES[strategies.precision]
-    low = dtype if dtype.itemsize == 2 else None
-    model = model.to(torch.float32 if low and strategies.stage == 3 else dtype)
-    sequences = hasattr(model, "tokens")
-    model = tensor.split(model, grid.mesh("tp"), sequence_parallel=sequences)
+    model = model.to(DTYPES[strategies.precision])
+    model = tensor.split(model, grid.mesh("tp"), sequence_parallel=hasattr(model, "tokens"))
     if grid.mesh("cp").size() > 1:
         model = sequence.scatter(model, grid.mesh("cp"), strategies.sequence)
     if strategies.chunk is not None:
@@ -62,4 +59,4 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
         return data.replicate(model, grid.mesh("data"))
     if strategies.stage < 3:
         return data.shard(model, grid.mesh("data"), strategies.stage)
-    return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3, compute=low)
+    return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor, newest, sum_gradients
 from echelon.parallel.buckets import unit_modules
-from echelon.parallel.pieces import COMPUTES_IN, reducer_of
+from echelon.parallel.pieces import reducer_of
 from echelon.parallel.reduce import Reducer, as_gradient
 
 
@@ -31,19 +31,11 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return _with_reducer(model, mesh, stage=0)
 
 
-def shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    stage: int,
-    *,
-    reshard_after_forward: bool = True,
-    compute: torch.dtype | None = None,
-) -> nn.Module:
+def shard(model: nn.Module, mesh: DeviceMesh, stage: int, *, reshard_after_forward: bool = True) -> nn.Module:
     """Divide the optimizer's state (stage 1), gradients too (2), parameters too (3) between the ranks of a mesh.
 
     Stages 1 and 2 need `optimizer.Optimizer`. For stage 3 the mesh may have two dimensions, replicas × shards; without
-    `reshard_after_forward` blocks stay whole from forward to backward, for a third less traffic. It computes in
-    `compute`, if given, and keeps and reduces in the parameters' own dtype: fp32 shards are the master copy.
+    `reshard_after_forward` blocks stay whole from forward to backward, for a third less traffic.
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage}: shard knows the stages 1, 2 and 3; stage 0 is data.replicate")
@@ -51,12 +43,10 @@ def shard(
         return _with_reducer(model, mesh, stage)
     _refuse_second_strategy(model)
     _start_equal(model, mesh)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=next(model.parameters()).dtype)
     for module in [*unit_modules(model).values(), model]:
         if module is model or any(True for _ in module.parameters()):
             again = reshard_after_forward and module is not model
-            sum_gradients(fully_shard(module, mesh=mesh, reshard_after_forward=again, mp_policy=policy))
-    setattr(model, COMPUTES_IN, compute)
+            sum_gradients(fully_shard(module, mesh=mesh, reshard_after_forward=again))
     return model
 
 

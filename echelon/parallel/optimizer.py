@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.parallel.pieces import COMPUTES_IN, pieces, reducer_of
+from echelon.parallel.pieces import pieces, reducer_of
 
 LOW = (torch.bfloat16, torch.float16)
 GROWTH_INTERVAL = 2000  # good steps after which the loss scale doubles
@@ -41,8 +41,7 @@ class Optimizer:
         self._updated = [_updated(piece.memory, on_cpu) for piece in self._pieces]
         self._device = next(model.parameters()).device  # where the world can talk, wherever the pieces are
         self.inner = make([(piece.name, tensor) for piece, tensor in zip(self._pieces, self._updated, strict=True)])
-        dtypes = {getattr(model, COMPUTES_IN, None), *(piece.memory.dtype for piece in self._pieces)}
-        self._is_scaling = torch.float16 in dtypes
+        self._is_scaling = any(piece.memory.dtype == torch.float16 for piece in self._pieces)
         self.loss_scale = 2.0**16 if self._is_scaling else 1.0
         self._good_steps = 0
 

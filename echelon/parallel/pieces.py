@@ -19,8 +19,6 @@ from echelon.comm.torch_compat import local_tensor
 from echelon.parallel.buckets import Bucket
 from echelon.parallel.reduce import Reducer
 
-COMPUTES_IN = "computes_in"  # a mark on models that do so in another dtype than their parameters'
-
 
 @dataclass(frozen=True)
 class Piece:

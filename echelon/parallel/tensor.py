@@ -165,8 +165,8 @@ class _Vocabulary(ParallelStyle):
         whole = _whole(hidden, mesh, self._stream).to_local(grad_placements=[Partial()])
         first = compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])[1][0]
         local_bias = None if bias is None else bias.to_local()
-        part = {"chunk": chunk, "group": mesh.get_group(), "first": first}
-        return chunked_cross_entropy(whole, weight.to_local(), local_bias, targets, **part)
+        part = partial(chunked_cross_entropy, chunk=chunk, group=mesh.get_group(), first=first)
+        return part(whole, weight.to_local(), local_bias, targets)
 
     def _project(self, mesh: DeviceMesh, hidden: Tensor, weight: Any, bias: Any) -> Tensor:
         logits: Any = F.linear(_whole(hidden, mesh, self._stream), weight, bias)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from echelon.parallel.buckets import lay_out
 from echelon.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Precision = Literal["fp32", "bf16", "fp16"]
 BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 STATE = {"adamw": 8, "sgd": 0, "sgd with momentum": 4}  # bytes of fp32 state a parameter
-_ALIGNMENT = 16  # bytes, at which each parameter begins in a bucket
-_UNIT = re.compile(r"blocks\.\d+(?=\.)")
+_UNIT = re.compile(r"[^.]+\.\d+(?=\.)")  # an entry of a list of modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Training:
     def has_master(self) -> bool:
         if self.master is not None:
             return self.master
-        return self.on_cpu or (self.precision != "fp32" and self.stage < 3)
+        return self.on_cpu or self.precision != "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def held(
     place = layout.coordinates(rank)
     grid = layout.grids[place["pp"]]
     own = _of_stage(shapes, layout, place["pp"])
-    local = {name: _split(shape, split(name), grid.tp, place["tp"]) for name, shape in own.items()}
+    local = {name: local_shape(shape, split(name), grid.tp, place["tp"]) for name, shape in own.items()}
     view = layout.group("shard_cp" if training.stage == 3 else "data", rank)
     parameters, gradients, updated = _shares(local, training, view.index(rank), len(view))
     state = updated * (STATE[training.optimizer] + 4 * training.has_master)
@@ -161,7 +161,8 @@ def _of_stage(shapes: Shapes | Sequence[Shapes], layout: Layout, stage: int) -> 
     return stages[stage]
 
 
-def _split(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> tuple[int, ...]:
+def local_shape(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> tuple[int, ...]:
+    """What a rank has of a parameter that tensor parallelism splits in `dim`."""
     if dim is None or parts == 1:
         return shape
     return (*shape[:dim], _chunk(shape[dim], parts, index), *shape[dim + 1 :])
@@ -181,11 +182,11 @@ def _shares(local: Shapes, training: Training, index: int, parts: int) -> tuple[
         return count * low, count * low, count
     if training.stage == 3:
         rows = [(shape[0] if shape else 1, math.prod(shape[1:])) for shape in local.values()]
-        padded = 4 * sum(-(-length // parts) * width for length, width in rows)
+        padded = low * sum(-(-length // parts) * width for length, width in rows)
         return padded, padded, sum(_chunk(length, parts, index) * width for length, width in rows)
     whole = padded = updated = 0
     for counts in _buckets(local):
-        length, own = _cut(counts, _ALIGNMENT // low, index, parts)
+        length, own = _cut(counts, low, index, parts)
         whole, padded, updated = whole + sum(counts), padded + length, updated + own
     return padded * low, (whole if training.stage == 1 else padded // parts) * low, updated
 
@@ -194,20 +195,14 @@ def _buckets(local: Shapes) -> list[list[int]]:
     """The sizes of the parameters of each unit."""
     units: dict[str, list[int]] = defaultdict(list)
     for name, shape in local.items():
-        found = _UNIT.search(name)
+        found = _UNIT.match(name)
         units[found[0] if found else ""].append(math.prod(shape))
     return list(units.values())
 
 
-def _cut(counts: Sequence[int], step: int, index: int, parts: int) -> tuple[int, int]:
-    """The length of a bucket of these parameters, each of which begins at a multiple of `step`, and how much of them
-    lies in one of its equal parts.
-    """
-    ends, end = [], 0
-    for count in counts:
-        ends.append(end + count)
-        end = -(-(end + count) // step) * step
-    length = -(-end // (step * parts)) * step * parts
+def _cut(counts: Sequence[int], element_size: int, index: int, parts: int) -> tuple[int, int]:
+    """The length of a bucket of these parameters, and how much of them lies in one of its equal parts."""
+    places, length = lay_out(counts, element_size, parts)
     first, last = index * length // parts, (index + 1) * length // parts
-    inside = [max(0, min(end, last) - max(end - count, first)) for end, count in zip(ends, counts, strict=True)]
+    inside = [max(0, min(place + count, last) - max(place, first)) for place, count in zip(places, counts, strict=True)]
     return length, sum(inside)

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.parallel import batchnorm, buckets, data_traffic, loss, sequence, tensor
-from echelon.parallel.apply import Strategies
+from echelon.parallel.apply import DTYPES, Strategies
 from echelon.parallel.layout import Layout
+from echelon.plan.memory import local_shape
 
 Traffic = Counter[tuple[str, str]]  # by view and operation
-_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _NUMBER = 8  # bytes of a count or a norm
 
 
@@ -27,7 +27,7 @@ def traffic(
     """For a global batch of so many samples, each a sequence of `length` tokens (an image's patches)."""
     place = layout.coordinates(rank)
     grid = layout.grids[place["pp"]]
-    element = _ELEMENT[strategies.precision]
+    element = DTYPES[strategies.precision].itemsize
     samples, tokens = batch // layout.dp, length // grid.cp
     sent: Traffic = Counter()
 
@@ -78,11 +78,7 @@ def _held(model: nn.Module, kv_heads: int, tp: int, place: int, element: int) ->
     """What tensor parallelism leaves of each parameter on a rank."""
 
     def local(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        dim = None if tp == 1 else tensor.split_dimension(name, kv_heads, tp)
-        if dim is None:
-            return shape
-        size = -(-shape[dim] // tp)  # rounded up, until nothing is left
-        return (*shape[:dim], min(size, max(shape[dim] - place * size, 0)), *shape[dim + 1 :])
+        return local_shape(shape, tensor.split_dimension(name, kv_heads, tp), tp, place)
 
     return {
         unit: [
