@@ -69,7 +69,7 @@ def test_first_values_depend_on_seed_and_name_alone(kind):
 
 def test_first_values_are_normal():
     """Of a GPT-2's: deviation, mean, tails, and no relation between rows, columns or parameters."""
-    model = models.build("gpt2", layers=2, vocabulary=2000, context=64)
+    model = models.build("gpt2", layers=2, dim=384, vocabulary=500, context=16)
     qkv, down = model.blocks[0].attention.qkv.weight.double(), model.blocks[1].mlp.down.weight.double()
     for weight, deviation in ((qkv, 0.02), (down, 0.02 / 2)):
         unit = (weight / deviation).flatten()
