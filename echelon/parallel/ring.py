@@ -68,10 +68,10 @@ class _Ring(torch.autograd.Function):
         q, own = q.contiguous(), torch.stack([k, v])
         out = q.new_zeros(q.shape, dtype=blocks.accumulate(q.dtype))
         lse = out.new_full(q.shape[:-1], -torch.inf)
-        for other, (k, v) in _around(own, group):  # noqa: PLR1704
+        for other, (keys, values) in _around(own, group):
             if block := visible(order, group.rank(), other, q.shape[2], causal):
                 rows, columns, diagonal = block
-                seen = blocks.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal=diagonal)
+                seen = blocks.forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], causal=diagonal)
                 out[:, :, rows], lse[:, :, rows] = blocks.join(out[:, :, rows], lse[:, :, rows], *seen)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, own, out, lse)
@@ -86,12 +86,12 @@ class _Ring(torch.autograd.Function):
         q_grad = torch.zeros_like(q, dtype=lse.dtype)
         own_grad = torch.zeros_like(own, dtype=lse.dtype)
         hop = None
-        for other, (k, v) in _around(own, ctx.group):
+        for other, (keys, values) in _around(own, ctx.group):
             share = own_grad if other == rank else torch.zeros_like(own_grad)
             if block := visible(ctx.order, rank, other, q.shape[2], ctx.causal):
                 rows, columns, diagonal = block
                 of_rows = grad[:, :, rows], q[:, :, rows], out[:, :, rows], lse[:, :, rows]
-                of_columns = k[:, :, columns], v[:, :, columns]
+                of_columns = keys[:, :, columns], values[:, :, columns]
                 of_q, *of_kv = blocks.backward(*of_rows, *of_columns, causal=diagonal)
                 q_grad[:, :, rows] += of_q
                 share[0, :, :, columns], share[1, :, :, columns] = of_kv

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel import test_batchnorm, test_blocks, test_loss, test_sequence
+from tests.parallel import attention, test_batchnorm, test_blocks, test_loss, test_sequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 KERNELS = {torch.float32: "efficient", torch.bfloat16: "flash", torch.float16: "flash", torch.float64: "plain"}
@@ -28,8 +28,8 @@ def test_kernels_equal_plain_operations(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
 @pytest.mark.parametrize("kind", test_sequence.KINDS)
 def test_attention_equals_one_process(ranks: Any, kind: str, causal: bool, dtype: torch.dtype) -> None:
-    shape = test_sequence.shape((4, 2), length=96, head_dim=16)
-    for errors in ranks(4, test_sequence.attention_errors, kind, shape, causal, dtype, "cuda", timeout=120):
+    shape = attention.shape((4, 2), length=96, head_dim=16)
+    for errors in ranks(4, attention.attention_errors, kind, shape, causal, dtype, "cuda", timeout=120):
         assert max(errors) < TOLERANCES[dtype]
 
 

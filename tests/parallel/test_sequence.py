@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import Any
 
@@ -14,43 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import echelon.comm
-from echelon.parallel import blocks, ring, sequence
+from echelon.parallel import ring, sequence
+from tests.parallel.attention import EXACT, Attention, attention_errors, error, one_process, qkv, shape, world
 
 KINDS = ("ulysses", "ring")
-EXACT = 1e-9
 HEADS = {"as many": (4, 4), "two groups": (4, 2), "one group": (4, 1), "neither divides": (12, 3)}
-
-
-def attend(
-    q_BHSD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    *,
-    causal: bool,
-    mask_BS: Tensor | None = None,
-    positions_S: Tensor | None = None,
-) -> Tensor:
-    return F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=causal, enable_gqa=True)
-
-
-class Attention(nn.Module):
-    def __init__(self, heads: int, kv_heads: int, head_dim: int, causal: bool) -> None:
-        super().__init__()
-        self.causal, self.head_dim, self.queries_per_key = causal, head_dim, heads // kv_heads
-        self.qkv = nn.Linear(heads * head_dim, (heads + 2 * kv_heads) * head_dim)
-        self.out = nn.Linear(heads * head_dim, heads * head_dim)
-        self.attend, self.dropout = attend, 0.0
-
-    def forward(self, x_BSD: Tensor, positions_S: Tensor | None, mask_BS: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(x_BSD).unflatten(2, (-1, self.queries_per_key + 2, self.head_dim))
-        q, k, v = qkv.split([self.queries_per_key, 1, 1], dim=3)
-        q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
-        out_BHSD = self.attend(q, k, v, causal=self.causal, mask_BS=mask_BS, positions_S=positions_S)
-        return self.out(out_BHSD.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -87,81 +58,12 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(x_BSD).flatten(0, 1), targets_BS.flatten(), reduction="sum")
 
 
-def world(device: str = "cpu") -> DeviceMesh:
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
-def error(got: Tensor, expected: Tensor) -> float:
-    """Relative, in norm."""
-    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))
-
-
-def qkv(shape: dict[str, int], dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the output, for the whole sequence."""
-    generator = torch.Generator().manual_seed(7)
-    heads = shape["heads"], shape["kv_heads"], shape["kv_heads"], shape["heads"]
-    sizes = [(shape["batch"], count, shape["length"], shape["head_dim"]) for count in heads]
-    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
-
-
-def one_process(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[Tensor]:
-    """Output and gradients of q, k and v, in fp64."""
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, causal=causal)
-    out.backward(grad.double())
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def scattered_attention(mesh: DeviceMesh, kind: str, whole: list[Tensor], causal: bool) -> list[Tensor]:
-    """This rank's part of the same."""
-    attention = Attention(1, 1, 1, causal)
-    sequence.scatter(attention, mesh, kind=kind)
-    *parts, positions_S = sequence.part(*(x.transpose(1, 2) for x in whole), mesh=mesh, kind=kind, causal=causal)
-    q, k, v, grad = (x.transpose(1, 2) for x in parts)
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = attention.attend(*leaves, causal=causal, positions_S=positions_S)
-    out.backward(grad)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def attention_errors(
-    kind: str, shape: dict[str, int], causal: bool, dtype: torch.dtype, device: str = "cpu"
-) -> list[float]:
-    """Relative errors of this rank's output and gradients."""
-    mesh = world(device)
-    whole = [x.to(device) for x in qkv(shape, dtype)]
-    got = scattered_attention(mesh, kind, whole, causal)
-    assert all(x.dtype == dtype for x in got)
-    held = sequence.positions(kind, causal, shape["length"], mesh.size(), mesh.get_local_rank(), whole[0].device)
-    return [error(x, y[:, :, held]) for x, y in zip(got, one_process(*whole, causal), strict=True)]
-
-
-def shape(heads: tuple[int, int], length: int = 24, batch: int = 2, head_dim: int = 8) -> dict[str, int]:
-    return {"batch": batch, "length": length, "heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim}
-
-
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 4])
 def test_attention_equals_one_process(ranks: Any, n: int, kind: str, causal: bool, heads: tuple[int, int]) -> None:
     for errors in ranks(n, attention_errors, kind, shape(heads), causal, torch.float64):
-        assert max(errors) < EXACT
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
-def test_a_ring_of_three(ranks: Any, causal: bool) -> None:
-    for errors in ranks(3, attention_errors, "ring", shape((4, 2)), causal, torch.float64):
-        assert max(errors) < EXACT
-
-
-def plain_ring_errors() -> list[float]:
-    with sdpa_kernel(SDPBackend.MATH):
-        return attention_errors("ring", shape((4, 2)), True, torch.float64)
-
-
-def test_a_ring_without_kernels(ranks: Any) -> None:
-    for errors in ranks(2, plain_ring_errors):
         assert max(errors) < EXACT
 
 
@@ -247,6 +149,34 @@ def test_a_compiled_transformer_equals_one_process(ranks: Any, kind: str) -> Non
         assert {name: value for name, value in errors.items() if value > EXACT} == {}
 
 
+def every_split_attention_error() -> list[float]:
+    """With the heads split over two ranks and the sequence over two, by either kind over the same mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    return [value for kind in KINDS for value in split_attention_errors(kind, mesh)]
+
+
+def split_attention_errors(kind: str, mesh: DeviceMesh) -> list[float]:
+    """Of the output and the gradient of the input."""
+    x_BSD = torch.randn(2, 16, 32, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(1)
+    attention = Attention(8, 4, 4, True).double()
+    expected = attention(x_BSD, None)
+    (expected**2).sum().backward()
+
+    styles = {"qkv": ColwiseParallel(), "out": RowwiseParallel()}
+    sequence.scatter(parallelize_module(attention, mesh["tp"], styles), mesh["cp"], kind=kind)
+    part_BSD, positions_S = sequence.part(x_BSD.detach(), mesh=mesh["cp"], kind=kind)
+    got = attention(part_BSD.requires_grad_(), positions_S)
+    (got**2).sum().backward()
+    pairs = (got, expected[:, positions_S]), (part_BSD.grad, x_BSD.grad[:, positions_S])
+    return [error(x.detach(), y.detach()) for x, y in pairs]
+
+
+def test_heads_may_be_split_before(ranks: Any) -> None:
+    for errors in ranks(4, every_split_attention_error):
+        assert max(errors) < EXACT
+
+
 def under_autocast(kind: str) -> tuple[torch.dtype, float]:
     """The dtype of the output where q and k are fp32 and v is bf16, and its error."""
     mesh = world()
@@ -313,53 +243,6 @@ def test_traffic_is_what_the_field_says() -> None:
     assert forward == {"send": 2 * (hidden // 4) * (n - 1) // n}
     assert backward == {"send": 3 * forward["send"]}
     assert sequence.traffic("ring", batch, length, heads, 2, head_dim, 1, size) == ({}, {})
-
-
-def computed_scores(causal: bool, length: int) -> tuple[int, int]:
-    """How many scores this rank computes, forward and backward; of a square with a diagonal, half."""
-    counts = [0, 0]
-    originals = blocks.forward, blocks.backward
-
-    def counting(index: int, *tensors: Tensor, causal: bool) -> Any:
-        scores = tensors[0].shape[2] * tensors[-1].shape[2]
-        counts[index] += scores // 2 if causal else scores
-        return originals[index](*tensors, causal=causal)
-
-    blocks.forward, blocks.backward = functools.partial(counting, 0), functools.partial(counting, 1)
-    try:
-        scattered_attention(world(), "ring", qkv(shape((2, 2), length), torch.float64), causal)
-    finally:
-        blocks.forward, blocks.backward = originals
-    return counts[0], counts[1]
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_causal_ring_gives_all_ranks_equally_much_to_compute(ranks: Any, n: int) -> None:
-    length = 24
-    counts = ranks(n, computed_scores, True, length)
-    assert counts == [(length**2 // 2 // n, length**2 // 2 // n)] * n
-    assert ranks(n, computed_scores, False, length) == [(length**2 // n, length**2 // n)] * n
-
-
-def sent_before_each_block() -> list[int]:
-    """How many messages this rank had begun to send when it computed each block of the forward pass."""
-    counts, original = [], blocks.forward
-
-    def counting(*tensors: Tensor, causal: bool) -> Any:
-        counts.append(sum(record.operation == "send" for record in log))
-        return original(*tensors, causal=causal)
-
-    blocks.forward = counting
-    try:
-        with echelon.comm.record() as log:
-            scattered_attention(world(), "ring", qkv(shape((2, 2)), torch.float64), True)
-    finally:
-        blocks.forward = original
-    return counts
-
-
-def test_the_next_keys_are_under_way_while_a_rank_computes(ranks: Any) -> None:
-    assert ranks(4, sent_before_each_block) == [[1, 2, 3, 3]] * 4
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
