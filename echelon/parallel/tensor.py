@@ -103,7 +103,7 @@ def _style(last: str, module: nn.Module, stream: Placement) -> ParallelStyle | N
     if last in _BY_INPUT:
         return RowwiseParallel(output_layouts=stream)
     if last == "tokens":
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        return _Embedding(stream)
     if last in _TABLES:
         return _Along(Shard(_TABLES[last]) if isinstance(stream, Shard) else stream, whole_input=True)
     if last in ("q_norm", "k_norm"):
@@ -146,6 +146,29 @@ class _Along(ParallelStyle):
         return module
 
 
+class _Embedding(ParallelStyle):
+    """A vocabulary that is split. (PyTorch's own style makes the gradient of all its rows on every rank.)"""
+
+    def __init__(self, stream: Placement) -> None:
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, mesh, Shard(0))
+        tokens: Any = module
+
+        def forward(tokens_BS: Tensor) -> Tensor:
+            weight, first = tokens.weight.to_local(), _first_row(tokens.weight, mesh)
+            places_BS = tokens_BS - first
+            here_BS = (places_BS >= 0) & (places_BS < len(weight))
+            share_BSD = F.embedding(places_BS.where(here_BS, 0), weight) * here_BS.unsqueeze(-1)
+            sum_BSD: Any = DTensor.from_local(share_BSD, mesh, [Partial()], run_check=False)
+            stream_BSD: Tensor = sum_BSD.redistribute(mesh, [self._stream]).to_local()
+            return stream_BSD
+
+        tokens.forward = forward
+        return module
+
+
 class _Vocabulary(ParallelStyle):
     """A head whose classes are split, with its loss."""
 
@@ -163,7 +186,7 @@ class _Vocabulary(ParallelStyle):
         self, mesh: DeviceMesh, hidden: Tensor, weight: Any, bias: Any, targets: Tensor, chunk: int = 1024
     ) -> Tensor:
         whole = _whole(hidden, mesh, self._stream).to_local(grad_placements=[Partial()])
-        first = compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])[1][0]
+        first = _first_row(weight, mesh)
         local_bias = None if bias is None else bias.to_local()
         part = partial(chunked_cross_entropy, chunk=chunk, group=mesh.get_group(), first=first)
         return part(whole, weight.to_local(), local_bias, targets)
@@ -197,6 +220,10 @@ def _share_keys(attention: Any, mesh: DeviceMesh) -> None:
         return F.linear(input.to_local(grad_placements=[Partial()]), of(qkv.weight), bias)
 
     qkv.forward = forward
+
+
+def _first_row(weight: Any, mesh: DeviceMesh) -> int:
+    return int(compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])[1][0])
 
 
 def _whole(local: Tensor, mesh: DeviceMesh, stream: Placement) -> Any:

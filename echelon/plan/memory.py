@@ -6,8 +6,8 @@ state are counted as the strategies of `echelon.parallel` hold them between two 
 - stages 1 and 2 lay a unit's parameters (a block's; those of the rest) one after the other in a flat bucket that is
   cut into equal parts, one a rank of `data`. The optimizer has the parameters in its own part alone, and stage 2 keeps
   that part of the gradients alone;
-- stage 3 is FSDP2: over `shard_cp`, of each parameter an equal number of rows, in fp32 whatever is computed in.
-Below stage 3, low precision means weights and gradients of 2 bytes and a master copy of 4 beside the optimizer's state.
+- stage 3 is FSDP2: over `shard_cp`, of each parameter an equal number of rows.
+Low precision means weights and gradients of 2 bytes, and a master copy of 4 beside the optimizer's state.
 """
 
 from __future__ import annotations

@@ -49,11 +49,11 @@ def test_a_trillion_parameters_on_1024_devices(precision):
 @pytest.mark.parametrize("precision", BYTES)
 @pytest.mark.parametrize("optimizer", STATE)
 def test_the_anatomy(stage, precision, optimizer):
-    """Where shapes divide evenly: what each stage divides. FSDP2's shards are in fp32, and the master copy."""
+    """Where shapes divide evenly: what each stage divides."""
     d, shapes = 8, {f"blocks.{i}.{name}.weight": (64, 32) for i in range(3) for name in ("up", "down")}
     p = sum(map(math.prod, shapes.values()))
-    low = 4 if stage == 3 else BYTES[precision]
-    master = 4 if precision != "fp32" and stage < 3 else 0
+    low = BYTES[precision]
+    master = 4 if precision != "fp32" else 0
     expected = Held(
         p * low // (d if stage == 3 else 1),
         p * low // (d if stage >= 2 else 1),
@@ -141,7 +141,7 @@ def test_every_parameter_is_updated_once_in_a_replica(shapes, training, shard, c
 def test_what_is_divided_holds_all_and_little_more(shapes, training, d):
     """All ranks together hold at least everything; one rank at most its share, and what padding adds."""
     ranks = by_rank(shapes, Layout(dp=d), training)
-    low = 4 if training.stage == 3 else BYTES[training.precision]
+    low = BYTES[training.precision]
     count = sum(map(math.prod, shapes.values()))
     rows = sum(math.prod(shape[1:]) for shape in shapes.values())  # one more of each parameter
     padding = {0: 0, 1: 16 * (len(shapes) + 3 * d), 2: 16 * (len(shapes) + 3 * d), 3: 4 * rows}[training.stage]
