@@ -156,6 +156,14 @@ def _with_dimensions(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def choose_gpu() -> None:
+    """Choose this rank's GPU, if nobody has: as a mesh does, but ranks may share one where a node has fewer."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 def mesh_of(device_type: str, ranks: Any, names: tuple[str, ...]) -> Any:
     """A mesh that makes a group of its own for every dimension, called by the ranks in it.
 

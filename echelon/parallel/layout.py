@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.comm.torch_compat import fold, join, mesh_of, stay_out_of, world_mesh
+from echelon.comm.torch_compat import choose_gpu, fold, join, mesh_of, stay_out_of, world_mesh
 from echelon.parallel.drawing import drawing
 
 if TYPE_CHECKING:
@@ -172,6 +172,8 @@ class Layout:
         import torch.distributed as dist
 
         layout = self.resolve(dist.get_world_size())
+        if device_type == "cuda":
+            choose_gpu()
         hosts: list[Any] = [None] * layout.size
         dist.all_gather_object(hosts, socket.gethostname())
         if dist.get_rank() == 0 and (advice := across_nodes(layout, hosts)):

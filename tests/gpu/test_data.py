@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def errors_on_gpu(strategy: str, dtype: torch.dtype, on_cpu: bool) -> dict[str, float]:
     n = dist.get_world_size()
+    torch.cuda.set_device(0)
     shape, names = ((2, n // 2), ("replicate", "shard")) if strategy == "hybrid" else ((n,), ("dp",))
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
     make = SGD if dtype == torch.float64 else ADAMW
