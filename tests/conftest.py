@@ -12,7 +12,7 @@ from tests.pool import Pool
 
 settings.register_profile("echelon", deadline=None)  # timing is never asserted
 settings.load_profile("echelon")
-SIZES = (2, 3, 4, 8)
+SIZES = range(2, 9)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.jobs import ROOT, SCRIPTS, environment
 
-REQUIREMENTS = {"mpi4py", "numpy", "rich", "torch", "typer"}
+REQUIREMENTS = {"mpi4py", "numpy", "rich", "safetensors", "torch", "typer"}
 
 
 def run(*command: object, folder: Path) -> str:

@@ -6,6 +6,7 @@ those of one process, which it computes itself, and returns the largest relative
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -29,7 +30,7 @@ from echelon.parallel.optimizer import Optimizer
 from tests.groups import keep_groups
 
 STEPS = 5
-BATCH, LENGTH, VOCABULARY = 4, 16, 61
+LENGTH, VOCABULARY = 16, 61
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
@@ -47,6 +48,11 @@ class Row:
     @property
     def layout(self) -> Layout:
         return Layout(**dict(self.degrees))
+
+    @property
+    def batch(self) -> int:
+        """Samples of the global batch: four, or two for each of dp."""
+        return 4 if 4 % self.layout.dp == 0 else 2 * self.layout.dp
 
 
 def row(name: str, stage: int = 0, sequence: str = "ring", **degrees: int) -> Row:
@@ -84,6 +90,19 @@ ROWS = {
 }
 
 
+def wider() -> list[Row]:
+    """Every layout of dp, tp and cp on 2 to 8 ranks in every stage, as far as 4 heads and 16 tokens can be split."""
+    rows = []
+    for dp, tp, cp in itertools.product(range(1, 9), (1, 2, 4), (1, 2, 4)):
+        if not 2 <= dp * tp * cp <= 8 or LENGTH % (2 * cp * tp):
+            continue
+        for stage, kind in itertools.product(range(4), ("ring", "ulysses") if cp > 1 else ("ring",)):
+            if kind == "ring" or 4 % (tp * cp) == 0:
+                name = f"dp {dp} × tp {tp} × {kind} {cp}, stage {stage}"
+                rows.append(row(name, stage, kind, dp=dp, tp=tp, cp=cp))
+    return rows
+
+
 def build(family: str) -> nn.Module:
     if family == "gpt":
         return GPT(GPTConfig(vocabulary=VOCABULARY, context=LENGTH, dim=32, layers=2, heads=4, dropout=0.1))
@@ -97,20 +116,20 @@ def build(family: str) -> nn.Module:
     return Llama(config)
 
 
-def global_batch(family: str, step: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def global_batch(family: str, step: int, device: str, dtype: torch.dtype, batch: int = 4) -> dict[str, Tensor]:
     """The same numbers whatever the device and dtype."""
-    made = _global_batch(family, torch.Generator().manual_seed(step))
+    made = _global_batch(family, torch.Generator().manual_seed(step), batch)
     return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in made.items()}
 
 
-def _global_batch(family: str, generator: torch.Generator) -> dict[str, Tensor]:
+def _global_batch(family: str, generator: torch.Generator, batch: int) -> dict[str, Tensor]:
     if family in ("vit", "resnet"):
-        images = torch.randn(BATCH, 3, 16, 16, generator=generator)
-        return {"images_BCHW": images, "targets_B": torch.randint(10, (BATCH,), generator=generator)}
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        images = torch.randn(batch, 3, 16, 16, generator=generator)
+        return {"images_BCHW": images, "targets_B": torch.randint(10, (batch,), generator=generator)}
+    tokens = torch.randint(VOCABULARY, (batch, LENGTH + 1), generator=generator)
     if family != "bert":
         return {"tokens_BS": tokens[:, :-1], "targets_BS": tokens[:, 1:]}
-    masked = torch.rand(BATCH, LENGTH, generator=generator) < 0.2
+    masked = torch.rand(batch, LENGTH, generator=generator) < 0.2
     return {"tokens_BS": tokens[:, 1:].where(~masked, 0), "targets_BS": tokens[:, 1:].where(masked, -100)}
 
 
@@ -119,7 +138,9 @@ def targets(batch: dict[str, Tensor]) -> Tensor:
 
 
 @cache
-def alone(family: str, precision: str, optimizer: str, device: str) -> list[tuple[float, dict[str, Tensor]]]:
+def alone(
+    family: str, precision: str, optimizer: str, device: str, samples: int = 4
+) -> list[tuple[float, dict[str, Tensor]]]:
     """Loss and gradients of every step on one process: in fp32 also for what is then trained in less."""
     dtype = torch.float64 if precision == "fp64" else torch.float32
     model: Any = build(family).to(device, dtype)
@@ -127,7 +148,7 @@ def alone(family: str, precision: str, optimizer: str, device: str) -> list[tupl
     told = []
     for step in range(STEPS):
         model.place.step = step
-        batch = global_batch(family, step, device, dtype)
+        batch = global_batch(family, step, device, dtype, samples)
         loss = model(**batch) / (targets(batch) != -100).sum()
         loss.backward()
         told.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
@@ -146,7 +167,7 @@ def grid_of(layout: Layout, device: str) -> Grid:
 def train(
     family: str, row: Row, precision: str = "fp64", optimizer: str = "sgd", device: str = "cpu"
 ) -> dict[str, Any]:
-    reference = alone(family, precision, optimizer, device)
+    reference = alone(family, precision, optimizer, device, row.batch)
     grid = grid_of(row.layout, device)
     strategies = replace(row.strategies, precision=precision)
     model: Any = parallelize(build(family).to(device), grid, strategies)
@@ -156,7 +177,7 @@ def train(
     sent: dict[tuple[str, str], int] = defaultdict(int)
     for step, (loss_alone, gradients_alone) in enumerate(reference):
         model.place.step = step
-        whole = global_batch(family, step, device, next(model.parameters()).dtype)
+        whole = global_batch(family, step, device, next(model.parameters()).dtype, row.batch)
         given = batches.part(whole, grid, kind=strategies.sequence, causal=family != "bert")
         with echelon.comm.record() as forward_and_backward:
             loss = model(**given) / batches.count(targets(given), grid.mesh("data"))

@@ -6,12 +6,17 @@ import pytest
 import torch
 
 from echelon.plan.traffic import traffic
-from tests.parallel.matrix import BATCH, LENGTH, ROWS, build, train
+from tests.parallel.matrix import LENGTH, ROWS, build, train, wider
 
 CASES = [(family, row) for family, rows in ROWS.items() for row in rows]
+WIDER = [(family, row) for family in ("gpt", "llama", "bert") for row in wider()]
 
 
-@pytest.mark.parametrize(("family", "row"), CASES, ids=[f"{family}, {row.name}" for family, row in CASES])
+@pytest.mark.parametrize(
+    ("family", "row"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDER)],
+    ids=[f"{family}, {row.name}" for family, row in [*CASES, *WIDER]],
+)
 def test_a_layout_equals_one_process(ranks, family, row):
     length = LENGTH if family in ("gpt", "llama", "bert") else 17
     with torch.device("meta"):
@@ -19,7 +24,7 @@ def test_a_layout_equals_one_process(ranks, family, row):
     for rank, told in enumerate(ranks(row.layout.size, train, family, row)):
         assert told["loss"] <= 1e-9
         assert told["gradient"] <= 1e-9, told["where"]
-        assert told["traffic"] == traffic(model, row.layout, row.strategies, BATCH, length, rank)
+        assert told["traffic"] == traffic(model, row.layout, row.strategies, row.batch, length, rank)
 
 
 # Of the loss, relative, after five steps of AdamW; bf16 beside one process in fp32.
