@@ -23,13 +23,21 @@ class Place:
         self.part = 0, 1  # (index, count): the slice of this sequence that regions split by sequence hold
 
     @property
+    def seed(self) -> int:
+        return int(self.seed_tensor)
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self.seed_tensor = counter.as_tensor(value)
+
+    @property
     def step(self) -> int:
         return int(self.step_tensor)
 
     @step.setter
     def step(self, value: int) -> None:
-        """Kept as a tensor, always on the CPU: a number would be compiled into a graph, and each step need its own."""
-        self.step_tensor = torch.tensor(counter.signed(value), dtype=torch.int32, device="cpu")
+        """Kept as a tensor: a number would be compiled into a graph, and each step need its own."""
+        self.step_tensor = counter.as_tensor(value)
 
     def move(self, samples_B: Tensor | None, positions_S: Tensor | None) -> None:
         """Say of which samples and positions the next computation is."""
@@ -56,7 +64,7 @@ class Dropout(nn.Module):
         if not 0 <= p < 1:
             raise ValueError(f"a dropout of {p} is not a probability below 1")
         self.p = p
-        self.number = 0
+        self.key = counter.number_key(0)
         self.place = Place()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -77,8 +85,9 @@ class Dropout(nn.Module):
         return self.drop(weights_BHST, samples_B11, heads_H1, positions_S, columns=self.place.positions(keys, device))
 
     def drop(self, x: Tensor, *places: Tensor, columns: Tensor) -> Tensor:
-        key = counter.number_key(self.place.seed, self.number)
-        bits = counter.elements(key, counter.rows(key, places[0], self.place.step_tensor, *places[1:]), columns)
+        place = self.place
+        row = counter.rows(self.key, places[0], place.seed_tensor, place.step_tensor, *places[1:])
+        bits = counter.elements(self.key, row, columns)
         keep = bits >= round(self.p * 2**32) - 2**31
         return torch.where(keep, x / (1 - self.p), 0)
 
@@ -89,4 +98,4 @@ class Dropout(nn.Module):
 def connect(model: nn.Module, place: Place) -> None:
     """Give each dropout of a whole model its number, and the place that they share."""
     for number, module in enumerate(module for module in model.modules() if isinstance(module, Dropout)):
-        module.number, module.place = number, place
+        module.key, module.place = counter.number_key(number), place

@@ -60,7 +60,7 @@ class Model(nn.Module):
             self.get_submodule("head").weight = self.get_parameter("tokens.weight")
 
 
-def _draw(tensor: Tensor, key: int, deviation: float) -> None:
+def _draw(tensor: Tensor, key: counter.Key, deviation: float) -> None:
     """This rank's part of a tensor, a few rows at a time: what is drawn is wider than what is kept."""
     (first, *others), mine = held.part(tensor), held.local(tensor)
     columns = _flat_columns(tuple(others), tuple(tensor.shape[1:]), mine.device)

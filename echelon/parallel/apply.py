@@ -35,13 +35,17 @@ class Strategies:
     global_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("stage", (0, 1, 2, 3)), ("precision", get_args(Precision))):
+        known = {"stage": (0, 1, 2, 3), "sequence": get_args(sequence.Kind), "recompute": get_args(Recompute)}
+        for name, allowed in (known | {"precision": get_args(Precision)}).items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, allowed))}")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk}: a chunk has at least one row of logits")
 
 
 def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
     """Make of a plain model, equal on all ranks, the one to train on this rank of the grid."""
+    _check(model, grid)
     model = model.to(DTYPES[strategies.precision])
     model = tensor.split(model, grid.mesh("tp"), sequence_parallel=hasattr(model, "tokens"))
     if grid.mesh("cp").size() > 1:
@@ -60,3 +64,13 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
     if strategies.stage < 3:
         return data.shard(model, grid.mesh("data"), strategies.stage)
     return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)
+
+
+def _check(model: nn.Module, grid: Grid) -> None:
+    layout, name = grid.layout, type(model).__name__
+    if layout.stages is not None or layout.pp > 1 or layout.sp > 1:
+        raise ValueError(f"{layout!r}: parallelize splits a model over dp, tp and cp, not over pp or sp")
+    if layout.tp > 1 and not hasattr(model, "blocks"):
+        raise ValueError(f"{layout!r}: {name} has no `blocks` of attention and MLP that tp could split: use dp alone")
+    if layout.cp > 1 and not hasattr(model, "tokens"):
+        raise ValueError(f"{layout!r}: {name} has no sequences of `tokens` that cp could split: use dp or tp")

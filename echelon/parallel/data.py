@@ -96,6 +96,8 @@ def _with_reducer(model: nn.Module, mesh: DeviceMesh, stage: int) -> nn.Module:
     if mesh.ndim != 1:
         raise ValueError(f"stage {stage} works over a mesh of one dimension, but this one has {mesh.ndim}: flatten it")
     _refuse_second_strategy(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"stage {stage} needs a model with memory: call to_empty and initialize it (or load it) first")
     _start_equal(model, mesh)
     model.gradient_reducer = Reducer(model, mesh, stage)  # type: ignore[assignment]
     return model

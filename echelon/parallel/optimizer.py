@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from echelon.parallel.pieces import pieces, reducer_of
 
@@ -41,6 +42,13 @@ class Optimizer:
         self._updated = [_updated(piece.memory, on_cpu) for piece in self._pieces]
         self._device = next(model.parameters()).device  # where the world can talk, wherever the pieces are
         self.inner = make([(piece.name, tensor) for piece, tensor in zip(self._pieces, self._updated, strict=True)])
+        if any("param_names" not in group for group in self.inner.param_groups):
+            raise ValueError(
+                "the optimizer was made of bare tensors: give it the (name, tensor) pairs that `make` is given, and "
+                "form groups by name (a piece has not the shape of its parameter)"
+            )
+        split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self._spans_ranks = self._reducer is not None or split
         self._is_scaling = any(piece.memory.dtype == torch.float16 for piece in self._pieces)
         self.loss_scale = 2.0**16 if self._is_scaling else 1.0
         self._good_steps = 0
@@ -111,7 +119,7 @@ class Optimizer:
             norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in pairs])).double()
             copies = torch.tensor([copies for _, copies in pairs], dtype=torch.float64, device=norms.device)
             square += (norms.square() / copies).sum().to(self._device)
-        if dist.is_initialized():
+        if self._spans_ranks:
             dist.all_reduce(square)
         return math.sqrt(square.item())
 

@@ -40,7 +40,7 @@ def split(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True)
     tied = _tied(model)
     for name, module in list(model.named_modules()):
         last = name.rpartition(".")[2]
-        if last == "attention" and _kv_heads(module) < mesh.size():
+        if last == "attention" and kv_heads_of(module) < mesh.size():
             _share_keys(module, mesh)
         style = _style(last, module, stream)
         if style is not None:
@@ -48,7 +48,7 @@ def split(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True)
     for one, other in tied:
         model.get_submodule(other).weight = model.get_submodule(one).weight
     if sequence_parallel:
-        model.get_submodule("tokens").register_forward_pre_hook(partial(_check_length, mesh.size()), prepend=True)
+        model.get_submodule("tokens").register_forward_pre_hook(partial(_check_tokens, mesh.size()), prepend=True)
         place: Any = getattr(model, "place", None)
         if place is not None:
             place.part = (mesh.get_local_rank(), mesh.size())
@@ -203,7 +203,7 @@ def _share_keys(attention: Any, mesh: DeviceMesh) -> None:
     `qkv` stays whole on all ranks, and each multiplies with the rows it needs; its gradient is a share of a sum.
     """
     qkv, queries, width = attention.qkv, attention.queries_per_key, attention.head_dim
-    sharing = mesh.size() // _kv_heads(attention)
+    sharing = mesh.size() // kv_heads_of(attention)
     head, place = divmod(mesh.get_local_rank(), sharing)
     mine = queries // sharing
     heads = [*range(place * mine, (place + 1) * mine), queries, queries + 1]
@@ -236,7 +236,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
         module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
 
 
-def _kv_heads(attention: Any) -> int:
+def kv_heads_of(attention: Any) -> int:
+    """How many a whole attention has."""
     return int(attention.qkv.weight.shape[0] // attention.head_dim // (attention.queries_per_key + 2))
 
 
@@ -262,7 +263,7 @@ def _check(model: nn.Module, ranks: int) -> None:
         part: Any = module
         last = name.rpartition(".")[2]
         if last == "attention":
-            keys = _kv_heads(part)
+            keys = kv_heads_of(part)
             queries = keys * part.queries_per_key
             want(queries % ranks == 0, f"{queries} heads")
             want(keys % ranks == 0 or ranks % keys == 0, f"{keys} kv heads")
@@ -271,14 +272,19 @@ def _check(model: nn.Module, ranks: int) -> None:
                     f"attention dropout ({part.dropout}) is not possible with tensor parallelism: ranks hold different "
                     "heads, and what is dropped would depend on the layout. Set attention_dropout to 0, or tp to 1"
                 )
+        if last in ("tokens", "head") and -(-part.weight.shape[0] // ranks) * (ranks - 1) >= part.weight.shape[0]:
+            want(False, f"a vocabulary of {part.weight.shape[0]}, too small for so many ranks")
         if last in ("up", "gate"):
             want(part.out_features % ranks == 0, f"an MLP of {part.out_features}")
     if problems:
         raise ValueError(f"tp={ranks} cannot split {', '.join(problems)}: choose tp so that it divides them")
 
 
-def _check_length(ranks: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+def _check_tokens(ranks: int, tokens: Any, arguments: tuple[Any, ...]) -> None:
     length = arguments[0].shape[1]
+    vocabulary = tokens.weight.shape[0]
+    if arguments[0].is_cpu and not 0 <= int(arguments[0].min()) <= int(arguments[0].max()) < vocabulary:
+        raise IndexError(f"a token is not one of the vocabulary's {vocabulary}")
     if length % ranks:
         raise ValueError(
             f"a sequence of {length} tokens cannot be split over tp={ranks}: use a length that {ranks} divides"

@@ -96,7 +96,7 @@ def held(
     training: Training,
     work: Workload | None = None,
     *,
-    split: Callable[[str], int | None] = lambda _name: None,
+    split: Callable[[str], int | None] | None = None,
     rank: int = 0,
 ) -> Held:
     """What a rank holds. `shapes` are the whole model's, for several pipeline stages a list with those of each;
@@ -105,7 +105,10 @@ def held(
     place = layout.coordinates(rank)
     grid = layout.grids[place["pp"]]
     own = _of_stage(shapes, layout, place["pp"])
-    local = {name: local_shape(shape, split(name), grid.tp, place["tp"]) for name, shape in own.items()}
+    if split is None and grid.tp > 1:
+        raise ValueError(f"{layout!r} splits matrices: say along which dimension (`split`, as tensor.split_dimension)")
+    dims = {name: split(name) if split else None for name in own}
+    local = {name: local_shape(shape, dims[name], grid.tp, place["tp"]) for name, shape in own.items()}
     view = layout.group("shard_cp" if training.stage == 3 else "data", rank)
     parameters, gradients, updated = _shares(local, training, view.index(rank), len(view))
     state = updated * (STATE[training.optimizer] + 4 * training.has_master)
@@ -124,7 +127,7 @@ def by_rank(
     training: Training,
     work: Workload | None = None,
     *,
-    split: Callable[[str], int | None] = lambda _name: None,
+    split: Callable[[str], int | None] | None = None,
 ) -> list[Held]:
     """What each rank holds."""
     return [held(shapes, layout, training, work, split=split, rank=rank) for rank in range(layout.size)]

@@ -1,7 +1,8 @@
 """What each dimension of a layout sends in a step: payload bytes by view and operation, as the recorder counts them.
 
 A pure function of a plain model's shapes (on the meta device they cost nothing): every strategy knows its own traffic,
-and this adds them up. A step is one forward and backward pass and the optimizer's update, without recomputation.
+and this adds them up. A step is one forward and backward pass and the optimizer's update, without recomputation, in
+which every block's gradient is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def traffic(
                 sent[view, operation] += payload
 
     blocks: list[Any] = list(getattr(model, "blocks", []))
-    kv_heads = _kv_heads(blocks) if blocks else 0
+    kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
     splits = hasattr(model, "tokens")  # whether its sequences can be split
     if grid.tp > 1:
         hidden = blocks[0].attention.out.weight.shape[0]
@@ -46,7 +47,7 @@ def traffic(
         shares = [
             parameter.numel()
             for name, parameter in model.named_parameters()
-            if tensor.shares_gradient(name, kv_heads, grid.tp, splits)
+            if parameter.requires_grad and tensor.shares_gradient(name, kv_heads, grid.tp, splits)
         ]
         add("tp", {"all_reduce": sum(shares) * element})
     if grid.cp > 1:
@@ -87,8 +88,3 @@ def _held(model: nn.Module, kv_heads: int, tp: int, place: int, element: int) ->
         ]
         for unit, parameters in buckets.units(model).items()
     }
-
-
-def _kv_heads(blocks: list[Any]) -> int:
-    attention = blocks[0].attention
-    return int(attention.qkv.weight.shape[0] // attention.head_dim // (attention.queries_per_key + 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,4 +162,5 @@ def error(one: Any, other: Any) -> float:
         return max(error(a, b) for a, b in zip(one, other))
     a, b = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (one, other))
     assert a.shape == b.shape
-    return ((a - b).norm() / max(b.norm().item(), 1e-30)).item() if b.any() else a.norm().item()
+    found = ((a - b).norm() / max(b.norm().item(), 1e-30)).item() if b.any() else a.norm().item()
+    return math.inf if math.isnan(found) else found

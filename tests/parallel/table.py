@@ -14,10 +14,10 @@ HEAD = f"""# Any layout equals one process: the matrix
 
 Written by `python -m tests.parallel.table docs/matrix.md`; `tests/parallel/test_matrix.py` holds each cell to 1e-9.
 
-Each cell is the largest relative error, in norm, of any parameter's gradient in any of {STEPS} steps of training (SGD with
-momentum, fp64, dropout 0.1 where the model has it), beside the same model on one process. Below it, the payload that
-rank 0 sent in a step, by dimension of the layout, in bytes: recorded, and equal to what `plan/traffic.py` predicts.
-Models are tiny (two blocks, 32 features), and so are the bytes; strategies are not.
+Each cell is the largest relative error, in norm, of any parameter's gradient in any of {STEPS} steps of training (SGD
+with momentum, fp64, dropout 0.1 where the model has it), beside the same model on one process. Below it, the payload
+that rank 0 sent in a step, by dimension of the layout, in bytes: recorded, and equal to what `plan/traffic.py`
+predicts. Models are tiny (two blocks, 32 features), and so are the bytes; strategies are not.
 """
 
 

@@ -24,6 +24,7 @@ def test_a_layout_equals_one_process(ranks, family, row):
     for rank, told in enumerate(ranks(row.layout.size, train, family, row)):
         assert told["loss"] <= 1e-9
         assert told["gradient"] <= 1e-9, told["where"]
+        assert told["norm"] <= 1e-9
         assert told["traffic"] == traffic(model, row.layout, row.strategies, row.batch, length, rank)
 
 

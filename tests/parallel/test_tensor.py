@@ -50,15 +50,27 @@ def refusal(change: dict[str, object], length: int = 8) -> str:
         ({"dim": 18, "heads": 6}, 8, "tp=4 cannot split 6 heads, 6 kv heads: choose tp so that it divides them"),
         ({"mlp_dim": 30}, 8, "tp=4 cannot split an MLP of 30: choose tp so that it divides them"),
         ({"attention_dropout": 0.1}, 8, "attention dropout (0.1) is not possible with tensor parallelism"),
+        ({"vocabulary": 9}, 8, "tp=4 cannot split a vocabulary of 9, too small for so many ranks"),
         ({}, 6, "a sequence of 6 tokens cannot be split over tp=4: use a length that 4 divides"),
         ({}, 8, ""),
     ],
-    ids=["heads", "mlp", "dropout", "length", "fits"],
+    ids=["heads", "mlp", "dropout", "vocabulary", "length", "fits"],
 )
 def test_what_cannot_be_split_is_refused(ranks, change, length, message):
     for told in ranks(4, refusal, change, length):
         assert told.startswith(message)
         assert bool(told) == bool(message)
+
+
+def unknown_token() -> bool:
+    split = tensor.split(GPT(GPT_CONFIG), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    with pytest.raises(IndexError, match="a token is not one of the vocabulary's 37"):
+        split(torch.full((1, 8), 37))
+    return True
+
+
+def test_a_token_beyond_the_vocabulary(ranks):
+    assert all(ranks(2, unknown_token))
 
 
 def test_a_mesh_of_one_changes_nothing(ranks):
