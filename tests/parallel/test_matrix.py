@@ -28,8 +28,8 @@ def test_a_layout_equals_one_process(ranks, family, row):
         assert told["traffic"] == traffic(model, row.layout, row.strategies, row.batch, length, rank)
 
 
-# Of the loss, relative, after five steps of AdamW; bf16 beside one process in fp32.
-TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
+# Of the loss, relative, in five steps of AdamW, in which it falls by a fifth or more; bf16 beside one process in fp32.
+TOLERANCES = {"fp32": 2e-6, "bf16": 1e-2}
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
