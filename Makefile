@@ -7,6 +7,10 @@ READY := $(VENV)/.ready
 OPENMPI_READY := $(OPENMPI)/.ready
 PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
+# What depends on the MPI library; the rest is the same over any.
+OF_MPI := $(addprefix tests/comm/test_,frameworks.py groups.py operations.py point_to_point.py random_programs.py soak.py watchdog.py work.py) \
+	$(addprefix tests/launch/test_,cluster.py find.py launchers.py)
+
 .PHONY: help setup train test test-all conformance lint bench clean
 
 help:  ## show the commands
@@ -17,13 +21,13 @@ setup: $(READY)  ## create .venv with PyTorch, an MPI and Echelon
 train: $(READY)  ## train a small GPT on two ranks
 	$(BIN)/echelon run -n 2 examples/ddp_gpt.py
 
-test: $(READY) $(OPENMPI_READY)  ## the tests, over MPICH and (the process group's) over Open MPI
+test: $(READY) $(OPENMPI_READY)  ## the tests, over MPICH and (what depends on the library) over Open MPI
 	$(BIN)/python -m pytest -m "not slow"
-	$(OPENMPI)/bin/python -m pytest -m "not slow" tests/comm tests/launch
+	$(OPENMPI)/bin/python -m pytest -m "not slow" $(OF_MPI)
 
 test-all: $(READY) $(OPENMPI_READY)  ## all tests, the slow ones too
 	$(BIN)/python -m pytest
-	$(OPENMPI)/bin/python -m pytest tests/comm tests/launch
+	$(OPENMPI)/bin/python -m pytest tests/comm tests/launch tests/parallel
 
 conformance: $(READY)  ## PyTorch's own tests for backends, over Gloo and over Echelon, side by side
 	$(BIN)/python -m tests.conformance

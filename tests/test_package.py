@@ -39,7 +39,7 @@ def test_wheel_and_sdist_hold_the_package(built):
     assert "pyproject.toml" in run(sys.executable, "-m", "tarfile", "-l", sdist, folder=built)
 
 
-@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
+@pytest.mark.parametrize("kind", ["*.whl", pytest.param("*.tar.gz", marks=pytest.mark.slow)], ids=["wheel", "sdist"])
 def test_installed_into_an_empty_environment(built, kind, tmp_path):
     """A doctor who finds all well, and an unmodified script on two ranks."""
     home = tmp_path / "environment"

@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("family", ["gpt", "bert"])
+@pytest.mark.parametrize("family", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
 def test_an_option_changes_no_number(ranks, case, family, option):
     changed = replace(case, strategies=replace(case.strategies, **OPTIONS[option]))

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor
 from echelon.parallel import data
@@ -40,7 +41,8 @@ class Stack(nn.Module):
 
 def memory() -> dict[int, torch.UntypedStorage]:
     """All that is alive in this process, by address; what only a collection would free is alive."""
-    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    real = (Tensor, nn.Parameter, DTensor)  # and none of the fake ones that a compiler may have left
+    tensors = [each for each in gc.get_objects() if type(each) in real]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
     storages = [local_tensor(each).untyped_storage() for each in tensors if not each.is_meta]
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
