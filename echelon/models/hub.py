@@ -64,15 +64,16 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
 def save(model: nn.Module, folder: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `transformers` loads: made beside, and renamed when it is whole.
 
-    A checkpoint that was there is replaced; files such as a tokenizer's stay. If the model holds DTensors, all ranks
-    must call this, and rank 0 writes; else it is for one rank to call.
+    A checkpoint that was there is replaced; files such as a tokenizer's stay. In a job of several ranks rank 0 writes:
+    all may call this, and all must if the model holds DTensors.
     """
     folder, config = Path(folder), _config(model)
     files.refuse_what_is_no_checkpoint(folder)
     kind = families.model_type(config)
     family = families.FAMILIES[kind]
     split = any(isinstance(tensor, DTensor) for _, tensor in held.tensors(model))
-    with files.replacing(folder) if not split or dist.get_rank() == 0 else contextlib.nullcontext() as new:
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    with files.replacing(folder) if writes else contextlib.nullcontext() as new:
         writer = None if new is None else files.Writer(new, max_shard_bytes)
         for name, tensor in held.tensors(model):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
