@@ -190,6 +190,18 @@ def test_what_fsdp_shards_is_filled_and_saved(ranks, kind, folder, size, split, 
     ranks(size, fill_and_save, kind, folder, split, str(tmp_path / "again"))
 
 
+def save_whole(kind: str, target: str) -> None:
+    hub.save(models.build(CONFIGS[kind]), target)
+
+
+def test_all_ranks_may_save_a_whole_model(ranks, kind, tmp_path):
+    ranks(4, save_whole, kind, str(tmp_path / "saved"))
+    for (name, saved), (_, expected) in zip(
+        hub.load(tmp_path / "saved").named_parameters(), models.build(CONFIGS[kind]).named_parameters(), strict=True
+    ):
+        assert saved.equal(expected), name
+
+
 def initialize(kind: str, split: Any) -> None:
     model = empty(CONFIGS[kind], split)
     model.initialize(seed=0)
