@@ -9,7 +9,7 @@ PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
 # What depends on the MPI library; the rest is the same over any.
 OF_MPI := $(addprefix tests/comm/test_,frameworks.py groups.py operations.py point_to_point.py random_programs.py soak.py watchdog.py work.py) \
-	$(addprefix tests/launch/test_,cluster.py find.py launchers.py)
+	$(addprefix tests/launch/test_,cluster.py launchers.py)
 
 .PHONY: help setup train test test-all conformance lint bench clean
 

@@ -10,6 +10,8 @@ import sys
 
 import torch.distributed as dist
 
+from echelon.comm.torch_compat import dimensions
+
 _kept: list[dist.ProcessGroup] = []
 
 
@@ -23,6 +25,7 @@ def forget_subgroups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group not in (dist.group.WORLD, *_kept) and dist.get_backend(group) == "echelon":
             dist.destroy_process_group(group)
+    dimensions.pop(dist.group.WORLD.group_name, None)  # a mesh over all ranks takes the world's group, and names it
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

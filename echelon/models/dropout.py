@@ -24,11 +24,12 @@ class Place:
 
     @property
     def seed(self) -> int:
-        return int(self.seed_tensor)
+        return self._seed
 
     @seed.setter
     def seed(self, value: int) -> None:
-        self.seed_tensor = counter.as_tensor(value)
+        self._seed = value
+        self.seed_tensor = counter.as_tensor(value ^ (value >> 32) * 0x9E3779B1)  # all of its bits count
 
     @property
     def step(self) -> int:
@@ -64,8 +65,16 @@ class Dropout(nn.Module):
         if not 0 <= p < 1:
             raise ValueError(f"a dropout of {p} is not a probability below 1")
         self.p = p
-        self.key = counter.number_key(0)
+        self.number = 0
         self.place = Place()
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @number.setter
+    def number(self, value: int) -> None:
+        self._number, self.key = value, counter.number_key(value)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -98,4 +107,4 @@ class Dropout(nn.Module):
 def connect(model: nn.Module, place: Place) -> None:
     """Give each dropout of a whole model its number, and the place that they share."""
     for number, module in enumerate(module for module in model.modules() if isinstance(module, Dropout)):
-        module.key, module.place = counter.number_key(number), place
+        module.number, module.place = number, place

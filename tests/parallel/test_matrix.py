@@ -35,7 +35,10 @@ TOLERANCES = {"fp32": 2e-6, "bf16": 1e-2}
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize(
     ("family", "row"),
-    [case if case[0] == "gpt" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    [
+        case if case[0] == "gpt" and case[1].layout.size < 8 else pytest.param(*case, marks=pytest.mark.slow)
+        for case in CASES
+    ],
     ids=[f"{family}, {row.name}" for family, row in CASES],
 )
 def test_losses_in_lower_precision(ranks, family, row, precision):

@@ -100,7 +100,7 @@ def test_an_optimizer_on_the_host():
 def test_pipeline_stages_hold_their_own():
     shapes = [{"blocks.0.weight": (10,)}, {"blocks.0.weight": (10,), "head.weight": (20,)}]
     layout = Layout(stages=[Stage(tp=2), Stage()], dp=2)
-    assert [rank.parameters for rank in by_rank(shapes, layout, Training())] == [40] * 4 + [120] * 2
+    assert [rank.parameters for rank in by_rank(shapes, layout, Training(), split={}.get)] == [40] * 4 + [120] * 2
     with pytest.raises(ValueError, match=r"Layout\(pp=2\) has 2 pipeline stages, but there are shapes for 1: give a"):
         held(shapes[0], Layout(pp=2), Training())
 
@@ -164,7 +164,11 @@ def test_activations_of_the_formula():
     per_layer = 2048 * 4 * 6144 * 34 + 2048 * 4 * 5 * 64 * 2048
     assert activations(work, "bf16") == 48 * per_layer
     assert activations(work, "bf16", tp=8, cp=2) == 3 * per_layer
-    assert held(matrix(1000), Layout(tp=8, cp=2), Training(precision="bf16"), work).activations == 3 * per_layer
+    assert held(matrix(1000), Layout(tp=8, cp=2), Training(precision="bf16"), work, split={}.get).activations == (
+        3 * per_layer
+    )
+    with pytest.raises(ValueError, match=r"Layout\(tp=2\) splits matrices: say along which dimension"):
+        held(matrix(1000), Layout(tp=2), Training())
 
 
 sizes = st.builds(
