@@ -96,12 +96,21 @@ class Bucket:
         """Move a parameter's gradient, if it has one, into the flat tensor."""
         if self.flat is None:
             self.flat = self.empty()
-        gradient = parameter.grad
+        gradient = take_gradient(parameter)
         if gradient is not None:
-            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                gradient = gradient.redistribute(placements=parameter.placements)
-            self.view(self.flat, parameter).copy_(local_tensor(gradient))
-            parameter.grad = None
+            self.view(self.flat, parameter).copy_(gradient)
+
+
+def take_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """What this rank has of a parameter's gradient, which is gone from the parameter then. Over a mesh where it is
+    still a share of a sum, it is completed.
+    """
+    gradient = parameter.grad
+    parameter.grad = None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    local: Tensor | None = local_tensor(gradient)
+    return local
 
 
 def buckets(model: nn.Module, parts: int | None) -> list[Bucket]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor
-from echelon.parallel.buckets import Bucket
+from echelon.parallel.buckets import Bucket, take_gradient
 from echelon.parallel.reduce import Reducer
 
 
@@ -47,16 +47,7 @@ def _whole(model: nn.Module, ranks: int, replicas: int) -> Iterator[Piece]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             memory = local_tensor(parameter).detach()
-            yield Piece(name, 0, memory, replicas * _copies(parameter, ranks), partial(_take, parameter))
-
-
-def _take(parameter: nn.Parameter) -> Tensor | None:
-    gradient = parameter.grad
-    parameter.grad = None
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        gradient = gradient.redistribute(placements=parameter.placements)
-    local: Tensor | None = local_tensor(gradient)
-    return local
+            yield Piece(name, 0, memory, replicas * _copies(parameter, ranks), partial(take_gradient, parameter))
 
 
 def _parts(bucket: Bucket, reducer: Reducer, ranks: int) -> Iterator[Piece]:

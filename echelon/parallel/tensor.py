@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from echelon.parallel.loss import chunked_cross_entropy
@@ -223,7 +222,8 @@ def _share_keys(attention: Any, mesh: DeviceMesh) -> None:
 
 
 def _first_row(weight: Any, mesh: DeviceMesh) -> int:
-    return int(compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])[1][0])
+    """Of this rank's: DTensor cuts into equal parts, rounded up, until nothing is left."""
+    return mesh.get_local_rank() * -(-int(weight.shape[0]) // mesh.size())
 
 
 def _whole(local: Tensor, mesh: DeviceMesh, stream: Placement) -> Any:

@@ -133,11 +133,6 @@ def by_rank(
     return [held(shapes, layout, training, work, split=split, rank=rank) for rank in range(layout.size)]
 
 
-def fullest(ranks: Sequence[Held]) -> Held:
-    """The one whose device is fullest."""
-    return max(ranks, key=lambda rank: (rank.device, rank.host))
-
-
 def activations(work: Workload, precision: Precision = "fp32", tp: int = 1, cp: int = 1) -> int:
     """What forward keeps for backward, by the formula for a block of attention and an MLP of four times its width.
 
