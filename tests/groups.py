@@ -25,7 +25,8 @@ def forget_subgroups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group not in (dist.group.WORLD, *_kept) and dist.get_backend(group) == "echelon":
             dist.destroy_process_group(group)
-    dimensions.pop(dist.group.WORLD.group_name, None)  # a mesh over all ranks takes the world's group, and names it
+    if dist.is_initialized():  # what ran may have destroyed the world's group
+        dimensions.pop(dist.group.WORLD.group_name, None)  # a mesh over all ranks takes the world's group, and names it
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
