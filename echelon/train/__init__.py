@@ -1,0 +1,1 @@
+"""Training as a product: a config becomes a run, and a run is a folder."""
