@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.parallel import batchnorm, data, sequence, tensor
-from echelon.parallel.layout import Grid
+from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.loss import chunked_cross_entropy
 from echelon.parallel.recompute import Recompute, blocks, recompute
 
@@ -33,6 +34,7 @@ class Strategies:
     chunk: int | None = None  # rows of logits that exist at a time; None: all
     compile: bool = False
     global_batchnorm: bool = False
+    average_every: int = 0  # local SGD: steps of a rank of dp by itself between averagings; 0: gradients are summed
 
     def __post_init__(self) -> None:
         known = {"stage": (0, 1, 2, 3), "sequence": get_args(sequence.Kind), "recompute": get_args(Recompute)}
@@ -41,11 +43,25 @@ class Strategies:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, allowed))}")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk={self.chunk}: a chunk has at least one row of logits")
+        if self.average_every < 0:
+            raise ValueError(f"average_every={self.average_every}: it counts steps; 0 sums gradients in every step")
+        if self.average_every and self.stage:
+            raise ValueError(
+                f"average_every={self.average_every} with stage={self.stage}: ranks that step by themselves each hold "
+                "all of the model and its state: use stage=0"
+            )
+
+
+def summed_over(grid: Grid, strategies: Strategies) -> DeviceMesh:
+    """The ranks whose gradients are summed in every step, and over which targets are therefore counted: those of
+    `data`, or in local SGD those of `cp`, since there each rank of dp has a loss of its own.
+    """
+    return grid.mesh("cp" if strategies.average_every else "data")
 
 
 def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
     """Make of a plain model, equal on all ranks, the one to train on this rank of the grid."""
-    _check(model, grid)
+    check(model, grid.layout)
     model = model.to(DTYPES[strategies.precision])
     model = tensor.split(model, grid.mesh("tp"), sequence_parallel=hasattr(model, "tokens"))
     if grid.mesh("cp").size() > 1:
@@ -54,23 +70,27 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
         head: Any = model.get_submodule("head")
         head.loss = partial(head.loss if grid.mesh("tp").size() > 1 else chunked_cross_entropy, chunk=strategies.chunk)
     if strategies.global_batchnorm:
-        model = batchnorm.synchronize(model, grid.mesh("data"))
+        model = batchnorm.synchronize(model, summed_over(grid, strategies))
     model = recompute(model, strategies.recompute)
     if strategies.compile:
         for block in blocks(model):
             block.compile()
     if strategies.stage == 0:
-        return data.replicate(model, grid.mesh("data"))
+        apart = grid.mesh("dp") if strategies.average_every else None
+        return data.replicate(model, summed_over(grid, strategies), apart=apart)
     if strategies.stage < 3:
         return data.shard(model, grid.mesh("data"), strategies.stage)
     return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)
 
 
-def _check(model: nn.Module, grid: Grid) -> None:
-    layout, name = grid.layout, type(model).__name__
+def check(model: nn.Module, layout: Layout) -> None:
+    """Whether a model, with or without memory, can be split so; the error says what can."""
+    name = type(model).__name__
     if layout.stages is not None or layout.pp > 1 or layout.sp > 1:
         raise ValueError(f"{layout!r}: parallelize splits a model over dp, tp and cp, not over pp or sp")
     if layout.tp > 1 and not hasattr(model, "blocks"):
         raise ValueError(f"{layout!r}: {name} has no `blocks` of attention and MLP that tp could split: use dp alone")
     if layout.cp > 1 and not hasattr(model, "tokens"):
         raise ValueError(f"{layout!r}: {name} has no sequences of `tokens` that cp could split: use dp or tp")
+    if layout.tp > 1:
+        tensor.check(model, layout.tp)

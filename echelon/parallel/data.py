@@ -26,9 +26,13 @@ from echelon.parallel.pieces import reducer_of
 from echelon.parallel.reduce import Reducer, as_gradient
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """All on every rank; gradients are all-reduced during backward, and then stand where PyTorch has them."""
-    return _with_reducer(model, mesh, stage=0)
+def replicate(model: nn.Module, mesh: DeviceMesh, *, apart: DeviceMesh | None = None) -> nn.Module:
+    """All on every rank; gradients are all-reduced during backward, and then stand where PyTorch has them.
+
+    The ranks of `apart`, another dimension, start equal too, but then go their own ways: local SGD, whose models
+    `average.average` brings together.
+    """
+    return _with_reducer(model, mesh, 0, apart)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, stage: int, *, reshard_after_forward: bool = True) -> nn.Module:
@@ -92,14 +96,15 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: _full(parameter).clone() for name, parameter in model.named_parameters()}
 
 
-def _with_reducer(model: nn.Module, mesh: DeviceMesh, stage: int) -> nn.Module:
+def _with_reducer(model: nn.Module, mesh: DeviceMesh, stage: int, apart: DeviceMesh | None = None) -> nn.Module:
     if mesh.ndim != 1:
         raise ValueError(f"stage {stage} works over a mesh of one dimension, but this one has {mesh.ndim}: flatten it")
     _refuse_second_strategy(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"stage {stage} needs a model with memory: call to_empty and initialize it (or load it) first")
-    _start_equal(model, mesh)
-    model.gradient_reducer = Reducer(model, mesh, stage)  # type: ignore[assignment]
+    for each in filter(None, (apart, mesh)):
+        _start_equal(model, each)
+    model.gradient_reducer = Reducer(model, mesh, stage, apart is not None)  # type: ignore[assignment]
     return model
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.parallel.pieces import pieces, reducer_of
+from echelon.parallel.reduce import Reducer
 
 LOW = (torch.bfloat16, torch.float16)
 GROWTH_INTERVAL = 2000  # good steps after which the loss scale doubles
@@ -47,15 +48,25 @@ class Optimizer:
                 "the optimizer was made of bare tensors: give it the (name, tensor) pairs that `make` is given, and "
                 "form groups by name (a piece has not the shape of its parameter)"
             )
-        split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self._spans_ranks = self._reducer is not None or split
-        self._is_scaling = any(piece.memory.dtype == torch.float16 for piece in self._pieces)
-        self.loss_scale = 2.0**16 if self._is_scaling else 1.0
+        self._norm_groups = _norm_groups(model, self._reducer)
+        self.is_scaling = any(piece.memory.dtype == torch.float16 for piece in self._pieces)
+        self.loss_scale = 2.0**16 if self.is_scaling else 1.0
         self._good_steps = 0
+        self.non_finite = ""  # of the parameters whose gradients were not finite in the last step here, the first
 
     def scale(self, loss: Tensor) -> Tensor:
         """What to call `backward` on: the loss, for fp16 scaled up so that small gradients survive."""
-        return loss * self.loss_scale if self._is_scaling else loss
+        return loss * self.loss_scale if self.is_scaling else loss
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        """What it keeps that has the pieces' shapes: under "" what it updates, then its state, by the state's names."""
+        kept = {"": self._updated}
+        for name in sorted({name for state in self.inner.state.values() for name in state}):
+            values = [(tensor, self.inner.state.get(tensor, {}).get(name)) for tensor in self._updated]
+            found = [value for tensor, value in values if isinstance(value, Tensor) and value.shape == tensor.shape]
+            if found and name != "step":
+                kept[name] = found
+        return kept
 
     @torch.no_grad()
     def step(self, max_norm: float | None = None) -> float:
@@ -68,15 +79,25 @@ class Optimizer:
             gradient = piece.take_gradient()
             tensor.grad = None if gradient is None else gradient.to(tensor.device, tensor.dtype)
         norm = self._norm() / self.loss_scale
+        self.non_finite = "" if math.isfinite(norm) else self._first_non_finite()
         if math.isfinite(norm):
             self._scale_gradients(norm, max_norm)
             self.inner.step()
-            self._write_back()
+            self.write_back()
         self.inner.zero_grad()
         if self._reducer is not None:
             self._reducer.clear()
         self._adapt_loss_scale(math.isfinite(norm))
         return norm
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Give the parameters, on all ranks, the values of what is updated for them."""
+        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+            if tensor is not piece.memory:
+                piece.memory.copy_(tensor)
+        if self._reducer is not None:
+            self._reducer.gather_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter: the optimizer's state for this rank's piece of it, the master copy if there is one, and where
@@ -108,7 +129,9 @@ class Optimizer:
         self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
 
     def _norm(self) -> float:
-        """Of all gradients of all ranks, each counted once: one all_reduce of one number over the world."""
+        """Of all gradients of all ranks, each counted once: one all_reduce of one number over the world. In local SGD
+        of the model's own ranks.
+        """
         pairs = [
             (tensor.grad, piece.copies)
             for piece, tensor in zip(self._pieces, self._updated, strict=True)
@@ -119,9 +142,14 @@ class Optimizer:
             norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in pairs])).double()
             copies = torch.tensor([copies for _, copies in pairs], dtype=torch.float64, device=norms.device)
             square += (norms.square() / copies).sum().to(self._device)
-        if self._spans_ranks:
-            dist.all_reduce(square)
+        for group in self._norm_groups:
+            dist.all_reduce(square, group=group)
         return math.sqrt(square.item())
+
+    def _first_non_finite(self) -> str:
+        pairs = zip(self._pieces, self._updated, strict=True)
+        found = (p.name for p, tensor in pairs if tensor.grad is not None and not tensor.grad.isfinite().all())
+        return next(found, "")
 
     def _scale_gradients(self, norm: float, max_norm: float | None) -> None:
         factor = 1 / self.loss_scale
@@ -131,15 +159,8 @@ class Optimizer:
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _write_back(self) -> None:
-        for piece, tensor in zip(self._pieces, self._updated, strict=True):
-            if tensor is not piece.memory:
-                piece.memory.copy_(tensor)
-        if self._reducer is not None:
-            self._reducer.gather_weights()
-
     def _adapt_loss_scale(self, good: bool) -> None:
-        if not self._is_scaling:
+        if not self.is_scaling:
             return
         self._good_steps = self._good_steps + 1 if good else 0
         if not good:
@@ -155,6 +176,15 @@ def _updated(memory: Tensor, on_cpu: bool) -> Tensor:
     if on_cpu:
         return memory.to("cpu", dtype, copy=True)
     return memory.to(dtype)
+
+
+def _norm_groups(model: nn.Module, reducer: Reducer | None) -> list[dist.ProcessGroup | None]:
+    """Over which groups, one after the other, the squares of a whole model's gradients add up; None is the world."""
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    if reducer is None or not reducer.is_apart:
+        return [None] if reducer is not None or meshes else []
+    groups = [*(mesh.get_group() for mesh in meshes), reducer.group]
+    return [group for group in groups if group.size() > 1]
 
 
 def _indices(saved: dict[str, Any]) -> dict[str, int]:

@@ -30,8 +30,9 @@ SUMMED = "is_summed_over_ranks"  # a mark on gradients of stage 0
 class Reducer:
     """Attached to a model as `model.gradient_reducer`."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, stage: int) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, stage: int, is_apart: bool = False) -> None:
         self.stage = stage
+        self.is_apart = is_apart  # whether ranks outside the mesh train models of their own
         self.group = mesh.get_group()
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
         self.buckets = buckets(model, self.ranks if stage else None)

@@ -34,7 +34,7 @@ def split(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True)
     """Split `model` over `mesh` (one dimension), in place."""
     if mesh.size() == 1:
         return model
-    _check(model, mesh.size())
+    check(model, mesh.size())
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     tied = _tied(model)
     for name, module in list(model.named_modules()):
@@ -252,7 +252,8 @@ def _tied(model: nn.Module) -> list[tuple[str, str]]:
     return pairs
 
 
-def _check(model: nn.Module, ranks: int) -> None:
+def check(model: nn.Module, ranks: int) -> None:
+    """Whether so many ranks can split a model; the error names what they cannot."""
     problems: list[str] = []
 
     def want(good: bool, problem: str) -> None:

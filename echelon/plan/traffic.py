@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from echelon.parallel import batchnorm, buckets, data_traffic, loss, sequence, tensor
 from echelon.parallel.apply import DTYPES, Strategies
 from echelon.parallel.layout import Layout
-from echelon.plan.memory import local_shape
+from echelon.plan.memory import STATE, local_shape
 
 Traffic = Counter[tuple[str, str]]  # by view and operation
 _NUMBER = 8  # bytes of a count or a norm
@@ -56,23 +56,43 @@ def traffic(
             local = max(kv_heads // grid.tp, 1)
             shape = samples, length, heads, local, block.attention.head_dim, grid.cp, element
             add("cp", *sequence.traffic(strategies.sequence, *shape))
-    data = len(layout.group("data", rank))
+    summed = "cp" if strategies.average_every else "data"
+    ranks = len(layout.group(summed, rank))
     if strategies.global_batchnorm:
         for norm in (module for module in model.modules() if isinstance(module, _BatchNorm)):
-            add("data", *batchnorm.traffic(norm.num_features, data, element))
+            add(summed, *batchnorm.traffic(norm.num_features, ranks, element))
     held = _held(model, kv_heads, grid.tp, place["tp"], element)
     if strategies.stage == 3:
-        ranks = len(layout.group("shard_cp", rank))
-        told = data_traffic.traffic(held, 3, ranks, replicas=layout.replicate)
+        shards = len(layout.group("shard_cp", rank))
+        told = data_traffic.traffic(held, 3, shards, replicas=layout.replicate)
         add("replicate", {"all_reduce": told.pop("all_reduce", 0)})
         add("shard_cp", told)
     else:
-        add("data", data_traffic.traffic(held, strategies.stage, data))
-    if data > 1:
-        add("data", {"all_reduce": _NUMBER})  # how many targets count
-    if layout.size > 1:
-        add("world", {"all_reduce": _NUMBER})  # the gradients' norm
+        add(summed, data_traffic.traffic(held, strategies.stage, ranks))
+    if ranks > 1:
+        add(summed, {"all_reduce": _NUMBER})  # how many targets count
+    for view in ("tp", "cp") if strategies.average_every else ("world",):
+        if len(layout.group(view, rank)) > 1:
+            add(view, {"all_reduce": _NUMBER})  # the gradients' norm
     return +sent
+
+
+def averaging(
+    model: nn.Module, layout: Layout, strategies: Strategies, optimizer: str = "adamw", rank: int = 0
+) -> Traffic:
+    """What one averaging of local SGD sends: what the optimizer updates (in low precision its copies) and its state, by
+    the optimizer's name in `memory.STATE`, and what a batch normalisation remembers.
+    """
+    if layout.dp == 1:
+        return Counter()
+    dtype = DTYPES[strategies.precision]
+    blocks: list[Any] = list(getattr(model, "blocks", []))
+    kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
+    place = layout.coordinates(rank)
+    updated = _held(model, kv_heads, layout.grids[place["pp"]].tp, place["tp"], max(dtype.itemsize, 4))
+    buffers = sum(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point()) * dtype.itemsize
+    each = data_traffic.bucket_bytes(updated, parts=None)
+    return Counter({("dp", "all_reduce"): each * (1 + STATE[optimizer] // 4) + buffers + _NUMBER})
 
 
 def _held(model: nn.Module, kv_heads: int, tp: int, place: int, element: int) -> dict[str, list[data_traffic.Held]]:
