@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from tests.pool import Pool
+from tests.slurm import slurm  # noqa: F401 (a fixture)
 
 settings.register_profile("echelon", deadline=None)  # timing is never asserted
 settings.load_profile("echelon")

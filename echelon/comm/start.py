@@ -38,6 +38,14 @@ def create_group(options: Any) -> EchelonGroup:
     return _native_group(options, ranks)
 
 
+def refuse(text: str, code: int) -> NoReturn:
+    """End this rank, and with it the job, for a reason that is the user's to mend; it is said once."""
+    if _watchdogs:
+        _watchdogs[0].refuse(text, code)
+    print(f"echelon: {text}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
 def rendezvous(given: dict[str, int], timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
     """Agree on a store through MPI, so that nobody need set MASTER_ADDR.
 

@@ -336,3 +336,11 @@ def sum_gradients(module: Any) -> None:
     module.set_force_sum_reduction_for_comms(True)
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def lengths_of_files(metadata: Any) -> dict[str, int]:
+    """How long the files of a DCP checkpoint are at least, by their names, from what its metadata says of them."""
+    lengths: dict[str, int] = {}
+    for stored in metadata.storage_data.values():
+        lengths[stored.relative_path] = max(lengths.get(stored.relative_path, 0), stored.offset + stored.length)
+    return lengths

@@ -67,6 +67,12 @@ class Watchdog:
         self._line.leave(self._logbook.snapshot())
         self._ending = True
 
+    def refuse(self, text: str, code: int) -> NoReturn:
+        """End this rank, and with it the job, for a reason that needs no account of what the ranks were doing."""
+        self._logbook.end("refused", code)
+        self._hand_in(text)
+        self._leave(code)
+
     def explain_timeout(self, row: int) -> str:
         """Who had not arrived at the operation that is under way in a group, given by its row in the logbook."""
         snapshot = self._logbook.snapshot()
@@ -135,16 +141,22 @@ class Watchdog:
         self._suspicion = hopeless
 
     def _give_up(self, reason: str) -> NoReturn:
-        text, first, told = reason, True, False
+        text = reason
         with contextlib.suppress(OSError):
             text = f"{reason}\n{report.account(self._line.ask())}"
+        self._hand_in(text)
+        self._leave(1)
+
+    def _hand_in(self, text: str) -> None:
+        """Why the job fails; the first rank's words are printed, here or by the launcher."""
+        first, told = True, False
+        with contextlib.suppress(OSError):
             first = self._line.fail(text)
             told = self._held_by_launcher
         if first and not told:
             print(f"echelon: {text}", file=sys.stderr, flush=True)
         if not first:
             time.sleep(_QUIET_SECONDS)
-        self._leave(1)
 
 
 def _where(me: Identity, store: Store) -> str:

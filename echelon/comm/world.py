@@ -59,6 +59,13 @@ def on_end(tell: Callable[[str, int], None]) -> None:
     _ending().told.append(tell)
 
 
+def end_well() -> None:
+    """Finalize MPI now, if it runs, as at the end of a rank that ends well, whatever its exit code will be."""
+    ending = _ending()
+    if ending.installed:
+        ending.end_well()
+
+
 def library_name(mpi: Any) -> str:
     """The library's own name and version, in one line."""
     return " ".join(str(mpi.Get_library_version()).strip("\0 ").splitlines()[0].split())
@@ -112,11 +119,12 @@ class _Ending:
     def __init__(self) -> None:
         self.before: list[Callable[[], None]] = []
         self.told: list[Callable[[str, int], None]] = []
+        self.installed = False
         self._process = os.getpid()
         self._status = 0
 
     def install(self, mpi: Any) -> None:
-        self._mpi = mpi
+        self.installed, self._mpi = True, mpi
         self._exit = sys.exit
         sys.exit = self._on_exit  # type: ignore[assignment]
         atexit.register(self._at_exit)
@@ -135,6 +143,9 @@ class _Ending:
         if status:
             self._tell(how, status)
             leave(status)
+        self.end_well()
+
+    def end_well(self) -> None:
         for finish in self.before:
             finish()
         self._tell("ended", 0)

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from echelon.launch.cluster import Cluster, ClusterSpec, cluster
 from echelon.launch.find import Installation
@@ -35,6 +35,7 @@ from echelon.launch.watch import VARIABLE, Watch
 RECORD_VARIABLE = "ECHELON_RECORD"
 _JOB_VARIABLE = "ECHELON_JOB"  # marks every process of a job, wherever its launcher put it
 _GRACE_SECONDS = 5.0
+WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}  # what schedulers send before they end a job, if they are told to
 _OPEN_MPI_TAG = re.compile(rb"^\[[^\]]*,(\d+)\]<std(?:out|err)>:\s?")
 
 
@@ -43,6 +44,8 @@ class Job:
     """What to run: `command` on `ranks` ranks, on this machine or spread over `hosts` (each `name` or `name:ranks`).
 
     Or on this machine, divided into the nodes of a `cluster`. `record` is where the ranks record what they send.
+    A job that looks for the file `stop` now and then, and leaves when it is there, is asked so to end by the first
+    signal, and has `stop_seconds` to do so.
     """
 
     ranks: int
@@ -51,6 +54,8 @@ class Job:
     prefix_output: bool = False
     cluster: ClusterSpec | None = None
     record: Path | None = None
+    stop: Path | None = None
+    stop_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         if self.cluster is not None and (self.hosts or self.ranks != self.cluster.ranks):
@@ -62,8 +67,11 @@ class Job:
         return math.ceil(self.ranks / max(len(self.hosts), 1))
 
 
-def run(job: Job, mpi: Installation) -> int:
-    """Run the job to its end and return its exit code: that of the rank that failed, if one did."""
+def run(job: Job, mpi: Installation, meanwhile: contextlib.AbstractContextManager[Any] | None = None) -> int:
+    """Run the job to its end and return its exit code: that of the rank that failed, if one did.
+
+    `meanwhile` is entered when the job has begun: a thread that this process had before would not be safe.
+    """
     identifier = uuid.uuid4().hex
     _remove_leftovers()
     with (
@@ -88,7 +96,7 @@ def run(job: Job, mpi: Installation) -> int:
         watch.start()
         threading.Thread(target=_see_to_the_end, args=(process, identifier, watch), daemon=True).start()
         try:
-            with _signals_passed_to(process) as received:
+            with _signals_passed_to(process, job) as received, meanwhile or contextlib.nullcontext():
                 if process.stdout is not None:
                     _print_prefixed(process.stdout)
                 code = _exit_code(process.wait())
@@ -189,8 +197,9 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass Ctrl-C and termination on to the launcher; after the second, or a grace period, the job is killed.
+def _signals_passed_to(process: subprocess.Popen[bytes], job: Job) -> Iterator[list[int]]:
+    """Pass Ctrl-C and termination on to the launcher, or ask the job to stop; after the second, or a grace period, the
+    job is killed.
 
     Gives the list that holds those received.
     """
@@ -200,13 +209,18 @@ def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         received.append(number)
         if len(received) > 1:
             raise KeyboardInterrupt
-        process.send_signal(number)
-        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
+        if job.stop is not None:
+            job.stop.touch()
+            print("echelon: asked the job to stop; a second signal ends it at once", file=sys.stderr, flush=True)
+        else:
+            process.send_signal(number)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS if job.stop is None else job.stop_seconds)
 
     def give_up(_number: int, _frame: object) -> None:
         process.kill()
 
-    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} | (WARNINGS if job.stop is not None else set())
+    handlers = {number: signal.signal(number, pass_on) for number in numbers}
     handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, give_up)
     try:
         yield received

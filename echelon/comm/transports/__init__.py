@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _SPIN_SECONDS = 1e-3  # then pauses, which let others compute but come back late
-_LONGEST_PAUSE = 1e-3
+_LONGEST_PAUSE = 3e-4  # a library moves little at a time, and only while it is asked
 Parcel = tuple[int, Tensor]  # a peer's rank in the group, and what goes to it or comes from it
 
 
