@@ -22,7 +22,12 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, each once, by the names that they have in the plain model."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        yield functools.reduce(lambda name, wrapper: name.replace(wrapper, ""), _WRAPPERS, name), tensor
+        yield plain_name(name), tensor
+
+
+def plain_name(name: str) -> str:
+    """The name that a tensor has in the plain model."""
+    return functools.reduce(lambda name, wrapper: name.replace(wrapper, ""), _WRAPPERS, name)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.models import families, files, held
 from echelon.models.model import Model
-from echelon.models.presets import MODELS, change
+from echelon.models.presets import MODELS, Config, change
 from echelon.models.translate import Family, Source
 
 Shape = tuple[int, ...]
@@ -30,16 +30,22 @@ def load(
 ) -> Model:
     """The model of a folder, in the dtype that it was saved in or the one given; `overrides` change its config."""
     folder = Path(folder)
-    with _about(folder):
-        settings = files.read_config(folder)
-        config = change(families.find(settings).read(settings), overrides)
-        with files.Reader(folder) as reader:
-            dtype = dtype or reader.dtype()
+    built = change(config_of(folder), overrides)
+    with _about(folder), files.Reader(folder) as reader:
+        dtype = dtype or reader.dtype()
     with torch.device("meta"):
-        model = MODELS[type(config)](config)
+        model = MODELS[type(built)](built)
     model.to(dtype).to_empty(device=device)
     load_into(model, folder)
     return model
+
+
+def config_of(folder: str | Path) -> Config:
+    """The config of the model that a folder holds."""
+    with _about(Path(folder)):
+        settings = files.read_config(Path(folder))
+        found: Config = families.find(settings).read(settings)
+        return found
 
 
 @torch.no_grad()

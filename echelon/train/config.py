@@ -12,13 +12,14 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from echelon.models import hub
 from echelon.models.presets import Config as ModelConfig
+from echelon.models.presets import change, nearest
 from echelon.models.presets import config as model_config
-from echelon.models.presets import nearest
 from echelon.parallel.apply import Strategies
 from echelon.parallel.layout import Layout
 
@@ -33,8 +34,10 @@ class Data:
     held_out: float = 0.01
     tokenizer: str = "bytes"  # or a tokenizer.json, or a Hugging Face folder that has one
     length: int = 0  # of a sequence; 0: the model's context
+    image: int = 0  # pixels a side of an image; 0: what the model takes, or 224
     dtype: Literal["uint16", "uint32"] = "uint16"  # of a token file that has no description beside it
     split: str = "train"  # of `datasets`
+    held_out_split: str = ""  # of `datasets`, to be evaluated on; of held_out_path, or else of the same path
     column: str = "text"  # of `datasets`
     masked: float = 0.15  # of the tokens of a masked language model
     samples: int = 65536  # of `synthetic`
@@ -54,7 +57,6 @@ class Train:
     eval_every: int = 0  # steps; 0: at the end alone
     eval_samples: int = 256
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    init: str = ""  # a Hugging Face folder to start from
     sample: int = 0  # tokens to write at the end, as a sample of what was learned
 
 
@@ -96,7 +98,9 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole run. `model` is a preset's name and, beside it, the fields that differ."""
+    """A whole run. `model` has a preset's `name`, or `init`, a Hugging Face folder to start from, and beside it the
+    fields of the model's own config that differ.
+    """
 
     model: Mapping[str, Any] = field(default_factory=lambda: {"name": "gpt2"})
     data: Data = Data()
@@ -111,7 +115,17 @@ class Config:
     @property
     def architecture(self) -> ModelConfig:
         """The model's own config."""
-        return model_config(self.model["name"], **{name: of for name, of in self.model.items() if name != "name"})
+        return _architecture(self.model)
+
+    @property
+    def name(self) -> str:
+        """The model's: a preset's, or that of the folder that it starts from."""
+        return str(self.model.get("name") or Path(self.model["init"]).name)
+
+    @property
+    def image(self) -> int:
+        """Pixels a side, where samples are images."""
+        return self.data.image or getattr(self.architecture, "image", _IMAGE)
 
     @property
     def length(self) -> int:
@@ -119,6 +133,7 @@ class Config:
         return self.data.length or getattr(self.architecture, "context", 0)
 
 
+_IMAGE = 224  # pixels a side, for a model that takes any
 SECTIONS: dict[str, Any] = typing.get_type_hints(Config)
 _OMITTED = {"stages"}  # of a layout: what a file cannot say
 
@@ -127,14 +142,29 @@ class ConfigError(ValueError):
     """Something that the user has asked for cannot be."""
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """A config file, with some settings changed: `section.name=value`, the value as TOML has it (or a bare word)."""
+def load(path: Path, overrides: Sequence[str] = (), init: Path | None = None) -> Config:
+    """A config file, with some settings changed: `section.name=value`, the value as TOML has it (or a bare word).
+
+    `init` takes the place of the whole [model]: a Hugging Face folder to start from.
+    """
     try:
         tables = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}{_configs_beside(path)}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    return _changed(tables, overrides, init)
+
+
+def load_run(folder: Path, overrides: Sequence[str] = (), init: Path | None = None) -> Config:
+    """The config of a run to go on with: dp is again what the number of ranks leaves for it."""
+    found = load(folder / "config.toml")
+    return _changed(tomllib.loads(dump(replace(found, layout=replace(found.layout, dp=-1)))), overrides, init)
+
+
+def _changed(tables: dict[str, Any], overrides: Sequence[str], init: Path | None) -> Config:
+    if init is not None:
+        tables["model"] = {"init": str(init.absolute())}
     for override in overrides:
         _override(tables, override)
     return parse(tables)
@@ -172,18 +202,37 @@ def _override(tables: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    tables.setdefault(section, {})[name] = value
+    table = tables.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} is a section, [{section}], and not a setting")
+    table[name] = value
 
 
 def _model(table: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: tuple(of) if isinstance(of, list) else of for name, of in table.items()}
-    model: dict[str, Any] = {"name": "gpt2"} | given
+    model = {name: tuple(of) if isinstance(of, list) else of for name, of in table.items()}
+    if "init" in model and "name" in model:
+        raise ConfigError("[model] has both name, of a new model, and init, of one to start from: leave one out")
+    if "init" not in model:
+        model = {"name": "gpt2"} | model
+    for name in ("name", "init"):
+        if name in model:
+            _value("model", name, model[name], str)
+    hints = typing.get_type_hints(type(_architecture(model))) | {"name": str, "init": str}
+    for name, of in model.items():
+        numbers = of if isinstance(of, tuple) else (of,)
+        if any(isinstance(number, int) and not isinstance(number, bool) and number < 1 for number in numbers):
+            raise ConfigError(f"[model] {name} = {_toml(of)}: it is 1 or more")
+    return {name: _value("model", name, of, hints[name]) for name, of in model.items()}
+
+
+def _architecture(model: Mapping[str, Any]) -> ModelConfig:
+    changed = {name: of for name, of in model.items() if name not in ("name", "init")}
     try:
-        built = model_config(**model)
-    except ValueError as error:
+        if "init" in model:
+            return change(hub.config_of(model["init"]), changed)
+        return model_config(model["name"], **changed)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"[model]: {error}") from None
-    hints = typing.get_type_hints(type(built))
-    return {name: of if name == "name" else _value("model", name, of, hints[name]) for name, of in model.items()}
 
 
 def _section(name: str, table: Mapping[str, Any]) -> Any:
@@ -217,8 +266,11 @@ def _value(section: str, name: str, value: Any, hint: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _value(section, name, value, next(of for of in typing.get_args(hint) if of is not type(None)))
     if origin is tuple:
-        if not isinstance(value, list | tuple) or any(isinstance(each, bool | str) for each in value):
-            raise ConfigError(f"{where} is not a list of numbers")
+        wanted = typing.get_args(hint)
+        count = None if Ellipsis in wanted else len(wanted)
+        numbers = isinstance(value, list | tuple) and all(type(each) in (int, float) for each in value)
+        if not numbers or count not in (None, len(value)):
+            raise ConfigError(f"{where} is not a list of {f'{count} ' if count else ''}numbers")
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
