@@ -23,19 +23,37 @@ def part(
     have a sequence), with `samples_B` and, where sequences are split, `positions_S`. `first`
     is the number of the batch's first sample in the step, where a step has several batches: dropout goes by it.
     """
-    samples = next(iter(batch.values())).shape[0]
-    dp = grid.mesh("dp")
-    if samples % dp.size():
-        raise ValueError(f"a batch of {samples} cannot be dealt to dp={dp.size()}: use a multiple of {dp.size()}")
-    mine = slice(*(samples // dp.size() * (dp.get_local_rank() + end) for end in (0, 1)))
-    device = next(iter(batch.values())).device
-    given = {name: tensor[mine] for name, tensor in batch.items()}
-    given["samples_B"] = torch.arange(first, first + samples, device=device)[mine]
-    if grid.mesh("cp").size() > 1:
-        sequences = [name for name in given if name.endswith("_BS")]
-        parts = sequence.part(*(given[name] for name in sequences), mesh=grid.mesh("cp"), kind=kind, causal=causal)
-        given |= dict(zip([*sequences, "positions_S"], parts, strict=True))
-    return given
+    given, dp = next(iter(batch.values())), grid.mesh("dp")
+    [mine] = deal(len(given), 0, dp.size(), dp.get_local_rank())
+    own = {name: tensor[mine.start : mine.stop] for name, tensor in batch.items()}
+    own["samples_B"] = torch.arange(first + mine.start, first + mine.stop, device=given.device)
+    return own | sequences(own, grid, kind=kind, causal=causal)
+
+
+def deal(batch: int, micro_batch: int, ranks: int, rank: int) -> list[range]:
+    """Which samples of a step one of the `ranks` of dp gets, for each of its passes: of all that are left in the step,
+    a pass takes the first `micro_batch` for each rank, in runs. With 0 there is one pass.
+    """
+    if batch < 1 or batch % ranks:
+        raise ValueError(f"a batch of {batch} cannot be dealt to dp={ranks}: use a multiple of {ranks}")
+    each = micro_batch or batch // ranks
+    if each < 1 or batch // ranks % each:
+        raise ValueError(
+            f"a batch of {batch} gives each of dp={ranks} {batch // ranks} samples, which do not divide into passes of "
+            f"micro_batch={micro_batch}"
+        )
+    return [range(first + rank * each, first + (rank + 1) * each) for first in range(0, batch, each * ranks)]
+
+
+def sequences(
+    batch: dict[str, Tensor], grid: Grid, *, kind: sequence.Kind = "ring", causal: bool = True
+) -> dict[str, Tensor]:
+    """Of this rank's samples what changes where sequences are split: its part of each, and `positions_S`."""
+    if grid.mesh("cp").size() == 1:
+        return {}
+    names = [name for name in batch if name.endswith("_BS")]
+    parts = sequence.part(*(batch[name] for name in names), mesh=grid.mesh("cp"), kind=kind, causal=causal)
+    return dict(zip([*names, "positions_S"], parts, strict=True))
 
 
 def count(targets: Tensor, data: DeviceMesh) -> Tensor:

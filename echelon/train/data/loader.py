@@ -1,0 +1,106 @@
+"""What each rank gets of each step: read by the rank itself, while the step before is computed.
+
+A step is `batch` samples that stand one after another in the order. They are taken in passes, each of `micro_batch`
+samples a rank, and those of a pass are dealt to the ranks of `dp` in runs. So whatever the layout and the number of
+passes, all ranks together see the samples of the step, and a sample's number in the step is its place there.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from echelon.parallel import batch as batches
+from echelon.parallel import sequence
+from echelon.parallel.layout import Grid
+from echelon.parallel.loss import IGNORED
+from echelon.train.data.order import Order
+from echelon.train.data.source import Source
+
+Pass = dict[str, Tensor]
+
+
+class Loader:
+    """This rank's samples of any step; those of the next step are read ahead, in a thread.
+
+    Without an order samples come as they are numbered, once, as an evaluation wants them: what would stand beyond the
+    last has targets that do not count.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order | None,
+        grid: Grid,
+        *,
+        batch: int,
+        micro_batch: int = 0,
+        kind: sequence.Kind = "ring",
+        causal: bool = True,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self._source, self._order, self._grid, self._batch = source, order, grid, batch
+        self._kind, self._causal = kind, causal
+        self._device = torch.empty(0, device=device).device  # with the GPU's number
+        dp = grid.mesh("dp")
+        self._mine = batches.deal(batch, micro_batch, dp.size(), dp.get_local_rank())
+        self._ahead: tuple[int, Future[list[Pass]]] | None = None
+        self._thread = ThreadPoolExecutor(1, "read-ahead", self._begin)
+
+    def load(self, place: int) -> list[Pass]:
+        """The passes of the step whose first sample stands at `place`: the model's arguments, on the device."""
+        if self._ahead is None or self._ahead[0] != place:
+            self._read_ahead(place)
+        assert self._ahead is not None
+        passes = self._ahead[1].result()
+        self._read_ahead(place + self._batch)
+        return [self._move(each) for each in passes]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read_ahead(self, place: int) -> None:
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        self._ahead = place, self._thread.submit(self._read, place)
+
+    def _begin(self) -> None:
+        if self._device.type == "cuda":  # else memory would be pinned for the first GPU, by each rank
+            torch.cuda.set_device(self._device)
+
+    def _read(self, place: int) -> list[Pass]:
+        passes = []
+        for mine in self._mine:
+            given = self._samples(place + np.asarray(mine)) | {"samples_B": torch.tensor(mine)}
+            given |= batches.sequences(given, self._grid, kind=self._kind, causal=self._causal)
+            if self._device.type == "cuda":
+                given = {name: tensor.contiguous().pin_memory() for name, tensor in given.items()}
+            passes.append(given)
+        return passes
+
+    def _samples(self, places: NDArray[np.int64]) -> Pass:
+        if self._order is not None:
+            return self._source.batch(self._order[places], self._order.epochs(places))
+        end = len(self._source)
+        given = self._source.batch(places.clip(max=end - 1), np.zeros_like(places))
+        for name in given.keys() & {"targets_BS", "targets_B"}:
+            given[name] = given[name].clone()
+            given[name][torch.from_numpy(places >= end)] = IGNORED
+        return given
+
+    def _move(self, given: Pass) -> Pass:
+        moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in given.items()}
+        if "positions_S" in given:
+            moved["positions_S"] = self._positions(len(given["positions_S"]))
+        return moved
+
+    def _positions(self, count: int) -> Tensor:
+        """The very tensor that attention compares with, so that it need not look into it."""
+        cp = self._grid.mesh("cp")
+        place = self._kind, self._causal, count * cp.size(), cp.size(), cp.get_local_rank()
+        return sequence.positions(*place, self._device)

@@ -1,0 +1,30 @@
+"""What a loader reads from, whatever it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Source(Protocol):
+    """Samples by their numbers, counted from 0."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> dict[str, Tensor]:
+        """The model's arguments on the CPU, by their names; `epochs` says for each sample how often it was seen
+        before, so that it is masked or cut in another way. Called from several threads.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run trains on, and what it is evaluated on; no sample is in both."""
+
+    train: Source
+    held_out: Source | None
