@@ -20,6 +20,7 @@ from echelon.launch.say import fail
 from echelon.trace.chrome import timeline
 from echelon.trace.links import Link, read_links
 from echelon.trace.summary import Line, Summary, summarise, traffic
+from echelon.trace.units import show_bytes, show_seconds
 
 
 def trace(
@@ -79,7 +80,7 @@ def _show(summary: Summary, links: list[Link]) -> None:
         console = Console(width=_WIDE)
     steps = f", {summary.steps} steps" if summary.steps else ""
     console.print(
-        f"{summary.ranks} ranks{steps}, {_seconds(summary.seconds)}; figures of one rank, ~ modelled as a ring"
+        f"{summary.ranks} ranks{steps}, {show_seconds(summary.seconds)}; figures of one rank, ~ modelled as a ring"
     )
     for figures in (_BYTES | _SPEEDS | _WAITS,) if console.width >= _WIDE else (_BYTES, _SPEEDS, _WAITS):
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -103,45 +104,31 @@ def _show_links(console: Console, links: list[Link]) -> None:
         table.add_column(name, justify="right")
     for link in links:
         ranks = ", ".join(map(str, link.ranks))
-        table.add_row(link.node, ranks, _bytes(link.sent), _bytes(link.recorded), _bytes(link.received))
+        table.add_row(link.node, ranks, show_bytes(link.sent), show_bytes(link.recorded), show_bytes(link.received))
     console.print(table)
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def _seconds(time: float) -> str:
-    if time >= 1:
-        return f"{time:.3g} s"
-    return f"{time * 1e3:.3g} ms" if time >= 1e-3 else f"{time * 1e6:.3g} µs"
-
-
 def _speed(figure: float) -> str:
-    return f"{_bytes(figure)}/s" if figure else ""
+    return f"{show_bytes(figure)}/s" if figure else ""
 
 
 def _slowest(line: Line) -> str:
-    return "" if line.slowest is None else f"{line.slowest} (+{_seconds(line.delay)})"
+    return "" if line.slowest is None else f"{line.slowest} (+{show_seconds(line.delay)})"
 
 
 _WIDE = 150  # columns from which all figures stand side by side
 _BYTES: dict[str, Callable[[Line], str]] = {
     "count": lambda line: f"{line.count:,.10g}",
-    "payload": lambda line: _bytes(line.payload),
-    "wire": lambda line: f"{'~' if line.modelled else ''}{_bytes(line.wire)}",
+    "payload": lambda line: show_bytes(line.payload),
+    "wire": lambda line: f"{'~' if line.modelled else ''}{show_bytes(line.wire)}",
 }
 _SPEEDS: dict[str, Callable[[Line], str]] = {
-    "time": lambda line: _seconds(line.time),
+    "time": lambda line: show_seconds(line.time),
     "algbw": lambda line: _speed(line.algbw),
     "busbw": lambda line: _speed(line.busbw),
 }
 _WAITS: dict[str, Callable[[Line], str]] = {
     "of step": lambda line: f"{line.share:.1%}",
-    "blocked": lambda line: _seconds(line.blocked),
+    "blocked": lambda line: show_seconds(line.blocked),
     "slowest": _slowest,
 }

@@ -1,0 +1,115 @@
+"""What ranks hold, by kind, beside what was predicted: for memory.json of a run.
+
+Parameters, gradients and optimizer state are the storages of the tensors that a rank has, each counted once, as
+`plan.memory` counts them; the rest is the peak without these: activations above all and, of a process on a CPU,
+Python and its libraries too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.comm.torch_compat import local_tensor
+from echelon.parallel import tensor
+from echelon.parallel.layout import Grid, Layout
+from echelon.parallel.optimizer import Optimizer
+from echelon.parallel.pieces import reducer_of
+from echelon.plan import memory as plan
+from echelon.train.checks import meta_model, micro_batch
+from echelon.train.config import Config
+from echelon.train.metrics import device_of, peak_memory
+
+Kinds = dict[str, int]  # bytes of parameters, gradients, optimizer and rest; `host`: of the optimizer, if it is there
+
+
+def measure_memory(config: Config, grid: Grid, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Called by all ranks between a backward pass and the optimizer's step, when all kinds exist (so not in the first).
+
+    `measured` and `predicted` of rank 0, and of each kind the largest over the ranks; a prediction is None where
+    there is none (fp64).
+    """
+    mine = _measured(config, grid, model, optimizer)
+    everyone: list[Any] = [None] * grid.layout.size
+    dist.all_gather_object(everyone, mine)
+    told = predicted(config, grid.layout)
+    return {
+        "rank 0": {"measured": everyone[0], "predicted": told and told[0]},
+        "largest": {"measured": _largest(everyone), "predicted": told and _largest(told)},
+    }
+
+
+def _measured(config: Config, grid: Grid, model: nn.Module, optimizer: Optimizer) -> Kinds:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    reducer = reducer_of(model)
+    if reducer is not None:
+        gradients += [bucket.reduced for bucket in reducer.buckets if bucket.reduced is not None]
+    parameters = _storages(model.parameters())
+    updated = [each for group in optimizer.inner.param_groups for each in group["params"]]
+    state = [value for each in optimizer.inner.state.values() for name, value in each.items() if name != "step"]
+    masters = {place: size for place, size in _storages(updated).items() if place not in parameters}
+    kinds = {"parameters": sum(parameters.values()), "gradients": sum(_storages(gradients).values())}
+    held = sum((masters | _storages(state)).values())
+    kinds |= {"optimizer": 0, "host": held} if config.optimizer.on_cpu else {"optimizer": held, "host": 0}
+    device = device_of(grid)
+    on_device = sum(kinds.values()) - (kinds["host"] if device.type != "cpu" else 0)
+    return kinds | {"rest": max(peak_memory(device) - on_device, 0)}
+
+
+def _storages(tensors: Iterable[Any]) -> Kinds:
+    """The bytes of each piece of memory, by its address."""
+    found = [local_tensor(each) for each in tensors if isinstance(each, Tensor)]
+    storages = [each.untyped_storage() for each in found]
+    return {f"{storage.device} {storage.data_ptr()}": storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def predicted(config: Config, layout: Layout) -> list[Kinds] | None:
+    """What each rank will hold; None where the plan knows no precision so."""
+    precision = config.strategies.precision
+    if precision == "fp64":
+        return None
+    model: Any = meta_model(config)
+    kind: str = config.optimizer.kind
+    if kind == "sgd" and config.optimizer.momentum:
+        kind = "sgd with momentum"
+    training = plan.Training(
+        stage=config.strategies.stage, precision=precision, optimizer=kind, on_cpu=config.optimizer.on_cpu
+    )
+    blocks: Any = getattr(model, "blocks", None)
+    kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
+    split = partial(tensor.split_dimension, kv_heads=kv_heads, ranks=layout.tp)
+    shapes, work = plan.shapes_of(model), _workload(config, layout)
+    held = plan.by_rank(shapes, layout, training, work, split=split)
+    # the plan is of passes that accumulate; after the last one stage 1 has no more of the gradients than stage 2
+    last = plan.by_rank(shapes, layout, replace(training, stage=2), split=split) if training.stage == 1 else held
+    return [
+        {"parameters": each.parameters, "gradients": after.gradients, "optimizer": each.optimizer}
+        | {"host": each.host, "rest": each.activations}
+        for each, after in zip(held, last, strict=True)
+    ]
+
+
+def _workload(config: Config, layout: Layout) -> plan.Workload | None:
+    """A pass of one rank through a transformer's blocks; there is no formula for others."""
+    shape: Any = config.architecture
+    if not hasattr(shape, "heads"):
+        return None
+    keeps_scores = getattr(shape, "attention_dropout", 0.0) > 0  # PyTorch's own attention makes them anew
+    recompute = config.strategies.recompute
+    return plan.Workload(
+        batch=micro_batch(config),
+        sequence=config.length or 1 + (shape.image // shape.patch) ** 2,
+        hidden=shape.dim,
+        layers=shape.layers,
+        heads=shape.heads,
+        checkpointing="selective" if recompute == "none" and not keeps_scores else recompute,
+    )
+
+
+def _largest(ranks: Sequence[Kinds]) -> Kinds:
+    return {kind: max(rank[kind] for rank in ranks) for kind in ranks[0]}
