@@ -1,0 +1,74 @@
+"""The loss on samples that were held out: the same in every layout, as the training loss is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from echelon.parallel.layout import Grid
+from echelon.parallel.loss import IGNORED
+from echelon.train.build import in_dtype
+from echelon.train.checks import micro_batch, takes_images
+from echelon.train.config import Config
+from echelon.train.data import Loader, Source
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first samples of a source."""
+
+    source: Source
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> dict[str, Tensor]:
+        return self.source.batch(numbers, epochs)
+
+
+class Evaluation:
+    """Of the first `eval_samples` of the samples that were held out, in batches as training's."""
+
+    def __init__(self, config: Config, source: Source | None, grid: Grid, **how: Any) -> None:
+        batch, samples = config.train.batch, 0 if source is None else min(len(source), config.train.eval_samples)
+        self._places = range(0, samples, batch)  # the last batch may reach beyond the samples
+        self._config, self._grid = config, grid
+        self._counts_hits = takes_images(config) and grid.layout.tp == 1
+        if source is not None and samples:
+            self._loader = Loader(
+                _First(source, samples), None, grid, batch=batch, micro_batch=micro_batch(config), **how
+            )
+
+    @torch.no_grad()
+    def run(self, model: Any) -> dict[str, float]:
+        """The mean loss and, of images, the share that was classified rightly; nothing, if nothing was held out."""
+        if not self._places:
+            return {}
+        device = next(model.parameters()).device
+        loss, count, hits = torch.zeros(3, dtype=torch.float64, device=device)
+        model.eval()
+        for place in self._places:
+            for loaded in self._loader.load(place):
+                given = in_dtype(loaded, self._config)
+                targets = given["targets_B" if "targets_B" in given else "targets_BS"]
+                loss += model(**given)
+                count += (targets != IGNORED).sum()
+                if self._counts_hits:
+                    images = {name: each for name, each in given.items() if name != "targets_B"}
+                    hits += (model(**images).argmax(-1) == targets).sum()
+        model.train()
+        total = torch.stack([loss, count, hits])
+        dist.all_reduce(total, group=self._grid.mesh("data").get_group())
+        found = {"loss": (total[0] / total[1]).item()}
+        return found | ({"accuracy": (total[2] / total[1]).item()} if self._counts_hits else {})
+
+    def close(self) -> None:
+        if hasattr(self, "_loader"):
+            self._loader.close()

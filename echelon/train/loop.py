@@ -1,0 +1,191 @@
+"""Training, from top to bottom: build what the config says, go on where the last checkpoint is, and take steps.
+
+    Trainer(config).run()     # on every rank, under any launcher; or in one process
+
+The global batch, its order and every random number depend on the step alone, never on the layout. So a run is the same
+run on other ranks, and one that was interrupted is the same as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.parallel import batch as batches
+from echelon.parallel import data
+from echelon.parallel.apply import summed_over
+from echelon.parallel.average import average, average_buffers
+from echelon.train.build import build_model, choose_device, in_dtype, join_world
+from echelon.train.checkpoint import Checkpoints
+from echelon.train.checks import check, is_causal, meta_model, micro_batch
+from echelon.train.config import Config
+from echelon.train.data import Loader, Order, open_sources
+from echelon.train.evaluate import Evaluation
+from echelon.train.faults import Diverged, StopRequest, explain
+from echelon.train.job_folder import open_folder, same_data, write_config
+from echelon.train.memory import measure_memory
+from echelon.train.metrics import Meter
+from echelon.train.optimizer import make_optimizer
+from echelon.train.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `done`, or `stopped` where it can be taken up again."""
+
+    step: int
+    loss: float
+    held_out: float  # not a number, where nothing was
+    done: bool
+
+
+class Trainer:
+    """One run on this rank. Attributes are there to be looked at: `model`, `optimizer`, `grid`, `step`, …"""
+
+    def __init__(self, config: Config, folder: Path | str | None = None) -> None:
+        """`folder` is the run's: a new one in runs/, or one that is there, to go on with."""
+        join_world()
+        self.config = config = check(config, dist.get_world_size())
+        self.folder, self._lock = open_folder(config, folder)
+        self.device = choose_device(config)
+        self.grid = config.layout.build(self.device.type)
+        self.model: Any = build_model(config, self.grid, self.device)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.summed_over = summed_over(self.grid, config.strategies)
+
+        self.sources = sources = open_sources(config, self.folder / "data")
+        how: dict[str, Any] = {"kind": config.strategies.sequence, "causal": is_causal(config), "device": self.device}
+        order = Order(len(sources.train), config.train.seed)
+        self.loader = Loader(
+            sources.train, order, self.grid, batch=config.train.batch, micro_batch=micro_batch(config), **how
+        )
+        self.evaluation = Evaluation(config, sources.held_out, self.grid, **how)
+
+        about = {"model": dict(config.model), "precision": config.strategies.precision}
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", self.model, self.optimizer, keep=config.checkpoint.keep, about=about
+        )
+        self.data = {"samples": len(sources.train), "length": config.length, "seed": config.train.seed}
+        saved = self.checkpoints.load() or {"step": 0, "samples": 0, "data": self.data}
+        same_data(saved["data"], self.data)
+        self.step: int = saved["step"]
+        self.samples: int = saved["samples"]
+        self.loss, self.held_out, self._averaged = math.nan, math.nan, self.step
+        write_config(config, self.folder)
+        self.meter = Meter(config, self.folder, self.grid, meta_model(config), step=self.step)
+
+    def run(self, stop: StopRequest | None = None) -> Outcome:
+        """Take the steps that are left, or those until a stop is asked for."""
+        train, every = self.config.train, self.config.checkpoint.every
+        folder = self.folder if self.grid.rank == 0 else None
+        stopping = False
+        with contextlib.nullcontext(stop) if stop else StopRequest() as request:
+            while self.step < train.steps and not stopping:
+                stopping = self.take_step(request.came(folder)) and self.step < train.steps
+                last = self.step == train.steps
+                if last or (train.eval_every and self.step % train.eval_every == 0):
+                    self.evaluate()
+                if last or stopping or (every and self.step % every == 0):
+                    self.save()
+            self.checkpoints.wait()
+        self.meter.event("end", self.step, why="stopped" if stopping else "done")
+        self.close()
+        return Outcome(self.step, self.loss, self.held_out, not stopping)
+
+    def close(self) -> None:
+        """Complete the checkpoint that is being written, and let go of files and threads."""
+        self.checkpoints.close()
+        self.loader.close()
+        self.evaluation.close()
+        self.meter.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def take_step(self, stop: bool = False) -> bool:
+        """One step; True if any rank was asked to stop."""
+        train, average_every = self.config.train, self.config.strategies.average_every
+        lr = learning_rate(self.step, train.steps, self.config.optimizer.lr, self.config.schedule)
+        for group in self.optimizer.inner.param_groups:
+            group["lr"] = lr
+        self.model.place.step = self.step
+
+        passes = self.loader.load(self.samples)
+        targets = torch.cat([each for given in passes for name, each in given.items() if name.startswith("targets")])
+        count = batches.count(targets, self.summed_over)
+        own_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, given in enumerate(passes):
+            more_to_come = number + 1 < len(passes)
+            with data.accumulate(self.model) if more_to_come else contextlib.nullcontext():
+                loss = self.model(**in_dtype(given, self.config)) / count
+                self.optimizer.scale(loss).backward()
+            own_loss += loss.detach()
+        if self.step == max(self.config.record.first, 1):  # in the first step there is no optimizer state yet
+            self._note_memory()
+        norm = self.optimizer.step(train.clip or None)
+
+        self.loss, skipped, fatal, stopping = self._agree(own_loss.item(), norm, stop)
+        if fatal:
+            self._give_up(norm, own_loss.item())
+        if skipped:
+            self.meter.event("skip", self.step + 1, norm=norm)
+        self.step, self.samples = self.step + 1, self.samples + train.batch
+        if average_every and self.step % average_every == 0:
+            self._average()
+        self.meter.step(self.step, self.loss, norm, lr)
+        return stopping
+
+    def evaluate(self) -> None:
+        """The loss on what was held out; in local SGD, of the mean of the models."""
+        self._average()
+        average_buffers(self.model, self.grid.mesh("data"))
+        if found := self.evaluation.run(self.model):
+            self.held_out = found["loss"]
+            self.meter.event("eval", self.step, **found)
+
+    def save(self) -> None:
+        """Begin a checkpoint; it is written while training goes on."""
+        self._average()
+        average_buffers(self.model, self.grid.mesh("data"))
+        stall = self.checkpoints.save(self.step, {"step": self.step, "samples": self.samples, "data": self.data})
+        self.meter.event("save", self.step, stall_s=stall)
+
+    def _agree(self, own_loss: float, norm: float, stop: bool) -> tuple[float, bool, bool, bool]:
+        """The loss of the whole batch; whether the step was skipped somewhere, whether that ends the run, and whether
+        any rank was asked to stop: one small sum over all ranks."""
+        layout, optimizer = self.grid.layout, self.optimizer
+        copies = layout.tp * (layout.dp if self.config.strategies.average_every else 1)
+        finite = math.isfinite(norm) and math.isfinite(own_loss)
+        adapting = optimizer.is_scaling and optimizer.loss_scale >= 1 and math.isfinite(own_loss)  # fp16's usual way
+        fatal = not finite and not adapting and self.config.train.non_finite == "stop"
+        told = torch.tensor([own_loss / copies, not finite, fatal, stop], dtype=torch.float64)
+        dist.all_reduce(told)
+        loss, *flags = told.tolist()
+        skipped, ends, stops = (flag > 0 for flag in flags)
+        return loss, skipped, ends, stops
+
+    def _average(self) -> None:
+        """In local SGD: all ranks of dp become their mean, once in a step."""
+        if self.config.strategies.average_every and self._averaged < self.step:
+            average(self.model, self.optimizer, self.grid.mesh("dp"))
+            self._averaged = self.step
+
+    def _note_memory(self) -> None:
+        held = measure_memory(self.config, self.grid, self.model, self.optimizer)
+        if self.grid.rank == 0:
+            (self.folder / "memory.json").write_text(json.dumps(held, indent=1))
+
+    def _give_up(self, norm: float, own_loss: float) -> None:
+        """The loss or the gradients are not finite, on some rank. What was saved before is kept."""
+        what = explain(self.step, self.loss, norm, own_loss, self.model, self.optimizer)
+        self.checkpoints.wait()
+        raise Diverged(
+            f"{what}. Lower optimizer.lr, lengthen schedule.warmup, or go on regardless with "
+            'train.non_finite = "skip", which leaves out steps whose gradients are not finite'
+        )
