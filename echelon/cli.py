@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from echelon.bench.command import bench
+from echelon.bench.train_command import train as bench_train
 from echelon.doctor import examine
 from echelon.launch.cluster import ClusterSpec, NoCluster
 from echelon.launch.find import NoMPI, find
@@ -19,8 +21,21 @@ from echelon.launch.say import fail, say
 from echelon.launch.start import Job
 from echelon.launch.start import run as start
 from echelon.trace.command import trace
+from echelon.train.command import train
+from echelon.train.data.command import data_app
+from echelon.train.runs import runs_app
+
+
+class _Commands(TyperGroup):
+    """A command may have two words: `bench train` stands beside `bench`, whose next word is otherwise an argument."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        two = " ".join(args[:2])
+        return (two, self.commands[two], args[2:]) if two in self.commands else super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="MPI-driven deep learning on the PyTorch that people already have.",
     no_args_is_help=True,
     add_completion=False,
@@ -71,7 +86,11 @@ def run(
         fail(str(error))
 
 
+app.command()(train)
+app.add_typer(data_app, name="data")
+app.add_typer(runs_app, name="runs")
 app.command()(bench)
+app.command("bench train")(bench_train)
 app.command()(trace)
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from echelon.launch.find import NoMPI, Rejected, find
+from echelon.launch.find import Installation, NoMPI, Rejected, find
 from echelon.launch.identity import identity
 from echelon.launch.say import fail, say
 from echelon.launch.start import Job, run
@@ -23,6 +23,7 @@ from echelon.launch.start import Job, run
 if TYPE_CHECKING:
     from echelon.bench.options import Options
 
+TRAIN = "train"
 _OUTPUT = "bench-results"
 _PICTURES = (".png", ".svg", ".pdf")
 _WHAT, _HOW, _WHERE = "What is measured", "How it is measured", "What is written"
@@ -73,14 +74,15 @@ def bench(
         ),
     ] = "",
 ) -> None:
-    """Measure messages and collectives, in the form of the OSU micro-benchmarks."""
+    """Measure messages and collectives, in the form of the OSU micro-benchmarks; `echelon bench train` for training."""
     if name is None:
         _list()
         return
     from echelon.bench.options import Options, parse_sizes
 
-    me = identity()
     try:
+        if name == TRAIN:
+            raise ValueError(f"`echelon bench {TRAIN}` comes first, and then its options: see its --help")
         options = Options(
             name,
             *(parse_sizes(sizes) if sizes is not None else (None, None)),
@@ -88,25 +90,19 @@ def bench(
             warmup,
             full,
             validate,
-            _several(transport),
-            _several(buffer),
+            several(transport),
+            several(buffer),
             device,
             json,
             plot,
             output or _OUTPUT,
         )
-        size = me.size if me.in_mpi_world else 2 if ranks is None else ranks
+        size = number_of_ranks(ranks)
         options.check(size)
         _check_files(options)
-        if me.in_mpi_world and ranks not in (None, me.size):
-            raise ValueError(f"-n {ranks}: this is already one of {me.size} ranks; leave -n out under an MPI launcher")
-        if me.launcher == "torchrun":
-            raise ValueError("torchrun makes no MPI world: use `echelon bench -n N …`, mpiexec or srun")
-        mpi = None if me.in_mpi_world else find(passed_over=_pass_over)
+        mpi = launcher()
     except (ValueError, NoMPI) as error:
-        if me.rank:  # the first rank says it for all
-            raise typer.Exit(2) from None
-        fail(str(error), 2)
+        refuse(error)
     if mpi is None:
         from echelon.bench.rank import main
 
@@ -115,7 +111,35 @@ def bench(
     if console.is_terminal:
         options = replace(options, terminal=console.width)
     command = [sys.executable, "-m", "echelon.bench", options.to_text()]
-    raise typer.Exit(run(Job(size, command, _several(hosts)), mpi))
+    raise typer.Exit(run(Job(size, command, several(hosts)), mpi))
+
+
+def number_of_ranks(asked: int | None) -> int:
+    """As many as there are, if this is one of them already; else as are asked for, or two."""
+    me = identity()
+    if me.launcher == "torchrun":
+        raise ValueError("torchrun makes no MPI world: use `echelon bench -n N …`, mpiexec or srun")
+    if not me.in_mpi_world:
+        return 2 if asked is None else asked
+    if asked not in (None, me.size):
+        raise ValueError(f"-n {asked}: this is already one of {me.size} ranks; leave -n out under an MPI launcher")
+    return me.size
+
+
+def launcher() -> Installation | None:
+    """The MPI to start ranks with; none if this is a rank already."""
+    return None if identity().in_mpi_world else find(passed_over=_pass_over)
+
+
+def refuse(error: Exception) -> NoReturn:
+    """The first rank says it for all."""
+    if identity().rank:
+        raise typer.Exit(2) from None
+    fail(str(error), 2)
+
+
+def several(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def _check_files(options: Options) -> None:
@@ -139,13 +163,11 @@ def _list() -> None:
         ranks = {"two": "2", "even": "2, 4, 6, …", "any": "2 or more"}[benchmark.ranks]
         table.add_row(f"[cyan]{benchmark.name}[/]", ranks, escape(benchmark.what))
     table.add_row(f"[cyan]{ALL}[/]", "2 or more", "all that the number of ranks allows, into a folder with a report")
+    table.add_row(f"[cyan]{TRAIN}[/]", "1 or more", "training of a model on synthetic data, beside one rank alone")
     console = Console()
     console.print(table)
     console.print("\ntry [bold]echelon bench allreduce -n 2 -m 4:1M -c[/], and [bold]echelon bench --help[/]")
-
-
-def _several(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    console.print("[bold]echelon bench train --model resnet50 -n 2[/] has options of its own: add [bold]--help[/]")
 
 
 def _pass_over(other: Rejected) -> None:
