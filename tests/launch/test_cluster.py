@@ -282,10 +282,11 @@ def test_everything_is_taken_down(who, number, codes, tmp_path):
 
 
 @emulated
-@pytest.mark.parametrize(("how", "codes"), [("exits", {7}), ("vanishes", {1, 8})])
+@pytest.mark.parametrize(("how", "codes"), [("exits", {7}), ("vanishes", {1, 8, 14})])
 def test_exit_code_and_report(how, codes):
     """As without a cluster: the watch is kept outside of the nodes, and sees them. (With several hosts MPICH's launcher
-    does not notice that a rank vanished: the others do, and say 1.)
+    does not notice that a rank vanished: the others do, and say 1. Under Open MPI another rank may see the closed
+    socket before the launcher sees the end, and abort with 14.)
     """
     job = echelon("run", "--cluster", "2x1@1gbit", SCRIPTS / "ends.py", how, timeout=60)
     assert job.returncode in codes, job.stderr
