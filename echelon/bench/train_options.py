@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from echelon.models import presets
-from echelon.models.bert import BertConfig
-from echelon.models.resnet import ResNetConfig
 from echelon.models.vit import ViTConfig
 from echelon.parallel import apply, sequence
 from echelon.parallel.apply import Strategies
@@ -20,7 +18,7 @@ from echelon.parallel.layout import Layout
 from echelon.parallel.recompute import blocks
 from echelon.train.config import parse
 
-IMAGE, LENGTH = 224, 1024  # pixels a side; tokens, where a model's context is longer
+LENGTH = 1024  # tokens, where a model's context is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +66,11 @@ class TrainOptions:
 
     @property
     def takes_images(self) -> bool:
-        return isinstance(presets.config(self.model), ViTConfig | ResNetConfig)
+        return presets.takes_images(presets.config(self.model))
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees only those before it."""
-        return not isinstance(presets.config(self.model), BertConfig)
+        return presets.is_causal(presets.config(self.model))
 
     @property
     def unit(self) -> str:
@@ -95,7 +92,7 @@ class TrainOptions:
 
     @property
     def image_size(self) -> int:
-        return self.image or getattr(self.config, "image", IMAGE)
+        return self.image or presets.image_side(self.config)
 
     @property
     def device_type(self) -> str:

@@ -97,6 +97,21 @@ def build(name_or_config: str | Config, **overrides: Any) -> Model:
     return MODELS[type(found)](found)
 
 
+def takes_images(config: Config) -> bool:
+    """Whether its samples are images, and not tokens."""
+    return isinstance(config, ViTConfig | ResNetConfig)
+
+
+def is_causal(config: Config) -> bool:
+    """Whether a token sees only those before it."""
+    return isinstance(config, GPTConfig | LlamaConfig)
+
+
+def image_side(config: Config) -> int:
+    """Pixels a side of the images that a model takes; of one that takes any, as is usual."""
+    return int(getattr(config, "image", 224))
+
+
 def change(old: Config, overrides: dict[str, Any]) -> Config:
     fields = [field.name for field in dataclasses.fields(old)]
     for name in overrides:

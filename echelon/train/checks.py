@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from echelon.models import presets
-from echelon.models.bert import BertConfig
 from echelon.models.model import Model
-from echelon.models.resnet import ResNetConfig
-from echelon.models.vit import ViTConfig
+from echelon.models.presets import is_causal, takes_images
 from echelon.parallel import apply, sequence
 from echelon.parallel.layout import Layout
 from echelon.train.config import Config, ConfigError
@@ -55,13 +54,17 @@ def meta_model(config: Config) -> Model:
         return presets.build(config.architecture)
 
 
-def takes_images(config: Config) -> bool:
-    return isinstance(config.architecture, ViTConfig | ResNetConfig)
+def check_files(config: Config) -> None:
+    """That the data is there; a plan can do without."""
+    for name, path in _files(config):
+        if not Path(path).exists():
+            raise ConfigError(f"[data] {name} = {path!r}: there is no such file or folder")
 
 
-def is_causal(config: Config) -> bool:
-    """Whether a token sees only those before it."""
-    return not isinstance(config.architecture, BertConfig | ViTConfig)
+def attended(config: Config) -> int:
+    """What a sample is for attention: its tokens, or an image's patches and the token for its class; else 1."""
+    shape: Any = config.architecture
+    return config.length or (1 + (shape.image // shape.patch) ** 2 if hasattr(shape, "patch") else 1)
 
 
 def micro_batch(config: Config) -> int:
@@ -97,13 +100,12 @@ def _check_batch(config: Config, layout: Layout) -> None:
             f"[train] micro_batch = {micro} does not divide the {own} samples that a rank has in a step (batch = "
             f"{batch}, dp = {layout.dp}): the nearest that does is {best}"
         )
-    if takes_images(config) and config.image != getattr(config.architecture, "image", config.image):
-        side = getattr(config.architecture, "image", 0)
+    if hasattr(config.architecture, "image") and config.image != (side := config.architecture.image):
         raise ConfigError(f"[data] image = {config.image}, but the model takes images of {side}: set [model] image too")
     if hasattr(config.architecture, "context") and config.length > config.architecture.context:
         context = config.architecture.context
         raise ConfigError(f"[data] length = {config.length} is beyond the model's context: use {context} or less")
-    if not takes_images(config) and layout.tp > 1 and config.length // layout.cp % layout.tp:
+    if not takes_images(config.architecture) and layout.tp > 1 and config.length // layout.cp % layout.tp:
         step = layout.tp * layout.cp
         raise ConfigError(
             f"[data] length = {config.length} cannot be split over tp = {layout.tp}"
@@ -113,7 +115,7 @@ def _check_batch(config: Config, layout: Layout) -> None:
 
 def _check_sequences(config: Config, layout: Layout) -> None:
     kind, architecture = config.strategies.sequence, config.architecture
-    sequence.positions(kind, is_causal(config), config.length, layout.cp, 0, torch.device("meta"))
+    sequence.positions(kind, is_causal(architecture), config.length, layout.cp, 0, torch.device("meta"))
     heads = getattr(architecture, "heads", layout.cp) // layout.tp
     if kind == "ulysses" and heads % layout.cp:
         raise ConfigError(
@@ -123,7 +125,7 @@ def _check_sequences(config: Config, layout: Layout) -> None:
 
 
 def _check_data(config: Config) -> None:
-    data, images = config.data, takes_images(config)
+    data, images = config.data, takes_images(config.architecture)
     kinds = ("images", "synthetic") if images else ("text", "tokens", "datasets", "synthetic")
     if data.kind not in kinds:
         raise ConfigError(
@@ -137,9 +139,6 @@ def _check_data(config: Config) -> None:
     held_out = (data.held_out_path or data.path, data.held_out_split or data.split)
     if (data.held_out_path or data.held_out_split) and held_out == (data.path, data.split):
         raise ConfigError(f"[data] {data.path!r} cannot be trained on and held out at once: leave held_out_path out")
-    for name, path in _files(config):
-        if not Path(path).exists():
-            raise ConfigError(f"[data] {name} = {path!r}: there is no such file or folder")
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -67,7 +68,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model; a run is a folder with its config, metrics, checkpoints and report."""
-    from echelon.train.checks import check
+    from echelon.train.checks import check, check_files
     from echelon.train.config import ConfigError, load, load_run
     from echelon.train.job_folder import new_folder, refuse_other_run
 
@@ -85,14 +86,15 @@ def train(
             raise ConfigError(f"this is already one of {me.size} ranks: leave -n, --hosts and --cluster out here")
         size = me.size if is_rank else spec.ranks if spec else ranks or 1
         found = check(found, size)
-        if folder is not None:
-            refuse_other_run(found, folder)
         if dry_run:
             if me.rank == 0:
                 from echelon.train.dry import show
 
                 show(found)
             return
+        if folder is not None:
+            refuse_other_run(found, folder)
+        check_files(found)
         mpi = None if is_rank else find(passed_over=lambda other: say(f"passing over {other.mpiexec}"))
         if mpi is not None:
             folder = folder or new_folder(config.stem)
@@ -101,7 +103,7 @@ def train(
             raise typer.Exit(2) from None
         fail(str(error), 2)
     except OSError as error:
-        fail(f"runs/ cannot be written: {error.strerror}", 2)
+        fail(f"{folder or 'runs'} cannot be written: {error.strerror}", 2)
     if mpi is None or folder is None:
         raise typer.Exit(_be_a_rank(found, folder, me.rank))
     names = tuple(host for host in hosts.split(",") if host)
@@ -129,6 +131,7 @@ def _start(config: Config, folder: Path, job: Job, mpi: Installation, restarts: 
     from echelon.train.follow import Follower
     from echelon.train.rank import REFUSED, STARTING
 
+    since = time.time()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         again = dataclasses.replace(config.checkpoint, resume="auto")  # for ranks that are started anew
@@ -159,7 +162,7 @@ def _start(config: Config, folder: Path, job: Job, mpi: Installation, restarts: 
     if code == 0:
         _say_what_there_is(console, folder)
         return code
-    end_as_failed(folder / METRICS)
+    end_as_failed(folder / METRICS, since)
     if code != REFUSED:
         say(
             f"the run failed; its last checkpoint is {_last_checkpoint(folder)}. Go on with: echelon train {folder} "

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from echelon.models import hub
 from echelon.models.presets import Config as ModelConfig
-from echelon.models.presets import change, nearest
+from echelon.models.presets import change, image_side, nearest
 from echelon.models.presets import config as model_config
 from echelon.parallel.apply import Strategies
 from echelon.parallel.layout import Layout
@@ -125,7 +125,7 @@ class Config:
     @property
     def image(self) -> int:
         """Pixels a side, where samples are images."""
-        return self.data.image or getattr(self.architecture, "image", _IMAGE)
+        return self.data.image or image_side(self.architecture)
 
     @property
     def length(self) -> int:
@@ -133,7 +133,6 @@ class Config:
         return self.data.length or getattr(self.architecture, "context", 0)
 
 
-_IMAGE = 224  # pixels a side, for a model that takes any
 SECTIONS: dict[str, Any] = typing.get_type_hints(Config)
 _OMITTED = {"stages"}  # of a layout: what a file cannot say
 

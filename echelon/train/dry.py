@@ -1,4 +1,7 @@
-"""What a run would be, without running it: the resolved config, and what each rank would hold and send in a step."""
+"""What a run would be, without running it: the resolved config, and what each rank would hold and send in a step.
+
+What the loop adds, and the meter, is left out: a few bytes a step and a row.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.launch.report import ranks_text
-from echelon.plan.traffic import traffic
-from echelon.train.checks import meta_model, micro_batch
+from echelon.plan.traffic import averaging, traffic
+from echelon.train.checks import attended, meta_model, micro_batch
 from echelon.train.config import Config, dump
-from echelon.train.memory import predicted
+from echelon.train.memory import planned_optimizer, predicted
 
 _MIB = 2**20
 _KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "rest": "activations"}
@@ -56,20 +59,25 @@ def _sent(config: Config, model: Any, passes: int) -> Table:
     table = Table("ranks", "dimension", "operation", title="MiB of payload in a step", box=SIMPLE_HEAD)
     table.title_justify = "left"
     table.add_column("payload", justify="right")
-    batch, length = config.train.batch // passes, config.length or _patches(config)
+    batch, length = config.train.batch // passes, attended(config)
     same: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank in range(config.layout.size):
         sent = traffic(model, config.layout, config.strategies, batch, length, rank)
-        same[tuple(sorted(sent.items()))].append(rank)
-    for lines, ranks in same.items():
+        same[tuple(sorted(sent.items())), _averaged(config, model, rank)].append(rank)
+    for (lines, averaged), ranks in same.items():
         for number, ((view, operation), payload) in enumerate(lines):
             table.add_row("" if number else ranks_text(ranks), view, operation, f"{payload / _MIB:,.3f}")
+        for (view, operation), payload in averaged:
+            when = f"{operation}, every {config.strategies.average_every} steps"
+            table.add_row("" if lines else ranks_text(ranks), view, when, f"{payload / _MIB:,.3f}")
     if passes > 1:
-        table.title = "MiB of payload in one pass of a step"
+        table.title = f"MiB of payload in the last of the {passes} passes of a step"
     return table
 
 
-def _patches(config: Config) -> int:
-    """What an image is for attention, if the model has any."""
-    shape: Any = config.architecture
-    return (shape.image // shape.patch) ** 2 if hasattr(shape, "patch") else 1
+def _averaged(config: Config, model: Any, rank: int) -> tuple[Any, ...]:
+    """What an averaging of local SGD sends."""
+    if not config.strategies.average_every:
+        return ()
+    sent = averaging(model, config.layout, config.strategies, planned_optimizer(config), rank)
+    return tuple(sorted(sent.items()))

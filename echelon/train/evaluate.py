@@ -11,10 +11,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echelon.models.presets import takes_images
 from echelon.parallel.layout import Grid
 from echelon.parallel.loss import IGNORED
 from echelon.train.build import in_dtype
-from echelon.train.checks import micro_batch, takes_images
+from echelon.train.checks import micro_batch
 from echelon.train.config import Config
 from echelon.train.data import Loader, Source
 
@@ -40,7 +41,7 @@ class Evaluation:
         batch, samples = config.train.batch, 0 if source is None else min(len(source), config.train.eval_samples)
         self._places = range(0, samples, batch)  # the last batch may reach beyond the samples
         self._config, self._grid = config, grid
-        self._counts_hits = takes_images(config) and grid.layout.tp == 1
+        self._counts_hits = takes_images(config.architecture) and grid.layout.tp == 1
         if source is not None and samples:
             self._loader = Loader(
                 _First(source, samples), None, grid, batch=batch, micro_batch=micro_batch(config), **how

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -14,6 +15,7 @@ from echelon.train.checkpoint_folder import complete
 from echelon.train.config import Config, ConfigError, dump
 
 _LOCK = "lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks says
 
 
 def new_folder(name: str) -> Path:
@@ -54,7 +56,11 @@ def open_folder(config: Config, folder: Path | str | None) -> tuple[Path, IO[str
 
 
 def refuse_other_run(config: Config, folder: Path) -> None:
-    """With resume = "never", a folder that a run has left checkpoints in is not for another."""
+    """A folder that another job trains in is not for this one; with resume = "never", neither is one that a run has
+    left checkpoints in.
+    """
+    if (folder / _LOCK).exists():
+        _lock(folder).close()
     if config.checkpoint.resume == "never" and (steps := complete(folder / "checkpoints")):
         raise ConfigError(
             f'[checkpoint] resume = "never", but {folder} has a run that was saved at step {steps[-1]}: use another '
@@ -89,6 +95,7 @@ def _lock(folder: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f"{folder} is in use: another job trains in it now") from None
-    except OSError:  # a file system without locks
-        pass
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     return file

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from echelon.models.presets import is_causal
 from echelon.parallel import batch as batches
 from echelon.parallel import data
 from echelon.parallel.apply import summed_over
 from echelon.parallel.average import average, average_buffers
 from echelon.train.build import build_model, choose_device, in_dtype, join_world
 from echelon.train.checkpoint import Checkpoints
-from echelon.train.checks import check, is_causal, meta_model, micro_batch
+from echelon.train.checks import check, check_files, meta_model, micro_batch
 from echelon.train.config import Config
 from echelon.train.data import Loader, Order, open_sources
 from echelon.train.evaluate import Evaluation
@@ -53,6 +54,7 @@ class Trainer:
         """`folder` is the run's: a new one in runs/, or one that is there, to go on with."""
         join_world()
         self.config = config = check(config, dist.get_world_size())
+        check_files(config)
         self.folder, self._lock = open_folder(config, folder)
         self.device = choose_device(config)
         self.grid = config.layout.build(self.device.type)
@@ -61,7 +63,11 @@ class Trainer:
         self.summed_over = summed_over(self.grid, config.strategies)
 
         self.sources = sources = open_sources(config, self.folder / "data")
-        how: dict[str, Any] = {"kind": config.strategies.sequence, "causal": is_causal(config), "device": self.device}
+        how: dict[str, Any] = {
+            "kind": config.strategies.sequence,
+            "causal": is_causal(config.architecture),
+            "device": self.device,
+        }
         order = Order(len(sources.train), config.train.seed)
         self.loader = Loader(
             sources.train, order, self.grid, batch=config.train.batch, micro_batch=micro_batch(config), **how

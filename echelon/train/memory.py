@@ -21,7 +21,7 @@ from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pieces import reducer_of
 from echelon.plan import memory as plan
-from echelon.train.checks import meta_model, micro_batch
+from echelon.train.checks import attended, meta_model, micro_batch
 from echelon.train.config import Config
 from echelon.train.metrics import device_of, peak_memory
 
@@ -74,11 +74,11 @@ def predicted(config: Config, layout: Layout) -> list[Kinds] | None:
     if precision == "fp64":
         return None
     model: Any = meta_model(config)
-    kind: str = config.optimizer.kind
-    if kind == "sgd" and config.optimizer.momentum:
-        kind = "sgd with momentum"
     training = plan.Training(
-        stage=config.strategies.stage, precision=precision, optimizer=kind, on_cpu=config.optimizer.on_cpu
+        stage=config.strategies.stage,
+        precision=precision,
+        optimizer=planned_optimizer(config),
+        on_cpu=config.optimizer.on_cpu,
     )
     blocks: Any = getattr(model, "blocks", None)
     kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
@@ -94,6 +94,12 @@ def predicted(config: Config, layout: Layout) -> list[Kinds] | None:
     ]
 
 
+def planned_optimizer(config: Config) -> str:
+    """The optimizer's name in the plan."""
+    momentum = config.optimizer.kind == "sgd" and config.optimizer.momentum > 0
+    return "sgd with momentum" if momentum else config.optimizer.kind
+
+
 def _workload(config: Config, layout: Layout) -> plan.Workload | None:
     """A pass of one rank through a transformer's blocks; there is no formula for others."""
     shape: Any = config.architecture
@@ -103,7 +109,7 @@ def _workload(config: Config, layout: Layout) -> plan.Workload | None:
     recompute = config.strategies.recompute
     return plan.Workload(
         batch=micro_batch(config),
-        sequence=config.length or 1 + (shape.image // shape.patch) ** 2,
+        sequence=attended(config),
         hidden=shape.dim,
         layers=shape.layers,
         heads=shape.heads,

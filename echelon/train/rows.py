@@ -48,10 +48,11 @@ def cut(file: Path, step: int) -> None:
         new.replace(file)
 
 
-def end_as_failed(file: Path) -> None:
-    """Say of a run that began and never said how it ended that it failed."""
+def end_as_failed(file: Path, since: float) -> None:
+    """Say of a job that began after a moment, and never said how it ended, that it failed."""
     found = read(file)
-    if found and found[-1]["kind"] != "end":
+    begun = any(row["kind"] == "start" and row.get("time", 0.0) >= since for row in found)
+    if begun and found[-1]["kind"] != "end":
         row = {"kind": "end", "step": found[-1]["step"], "time": time.time(), "why": "failed"}
         finished = file.read_bytes().endswith(b"\n")
         with file.open("a") as rows:

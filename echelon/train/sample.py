@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from echelon.models import held, presets
+from echelon.models.presets import is_causal
 from echelon.parallel.data import full_parameters
-from echelon.train.checks import is_causal, takes_images
 from echelon.train.data.token_file import describe
 from echelon.train.data.tokenizer import open_tokenizer
 
@@ -25,7 +25,7 @@ _TEMPERATURE = 0.8
 def write_sample(trainer: Trainer) -> None:
     """Into the run's folder, by rank 0; called by all ranks, which together have the parameters."""
     config = trainer.config
-    if takes_images(config) or not is_causal(config):
+    if not is_causal(config.architecture):
         return
     parameters = {held.plain_name(name): of for name, of in full_parameters(trainer.model).items()}
     if trainer.grid.rank:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +18,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from typer.testing import CliRunner
 
 from echelon.cli import app
+from echelon.comm.records import read as read_records
 from echelon.launch.find import find
 from echelon.launch.start import Job, command_line
+from echelon.plan.traffic import traffic
 from echelon.train.checkpoint import complete
+from echelon.train.checks import check, meta_model
+from echelon.train.config import load
 from echelon.train.faults import STOPPED
 from echelon.train.loop import Trainer
 from tests.launch.jobs import ROOT, echelon, environment
@@ -198,6 +203,43 @@ def test_dry_run(tmp_path, monkeypatch):
     for words in ("[strategies]", "tp = 2", "dp = 2", "MiB that a rank holds", "all_reduce", "ranks 0–3"):
         assert words in job.stdout, job.stdout
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_dry_runs_of_what_is_shipped(monkeypatch):
+    """Also where the data is not there."""
+    monkeypatch.chdir(ROOT)
+    for path in sorted(Path("configs").glob("*.toml")):
+        job = command(path, "-n", 8, "--dry-run")
+        assert job.exit_code == 0, job.output
+        assert "MiB of payload" in job.output
+    local = command("configs/gpt-small.toml", "-n", 2, "--set", "strategies.average_every=8", "--dry-run")
+    assert "every 8 steps" in local.output
+
+
+def test_a_run_sends_what_was_planned(undisturbed):
+    """Between the first two steps that were recorded: all that data parallelism sends, by operation."""
+    planned = check(load(undisturbed / "config.toml"), 2)
+    expected = traffic(meta_model(planned), planned.layout, planned.strategies, planned.train.batch, planned.length)
+    (log, _) = read_records(undisturbed / "record").values()
+    between = [record for record in log if log.steps[0] < record.enqueued < log.steps[1] and record.dimension == "data"]
+    sent = Counter()
+    for record in between:
+        sent["data", record.operation] += record.payload
+    assert sent == Counter({key: payload for key, payload in expected.items() if key[0] == "data"})
+
+
+def test_a_second_job_harms_nothing(tmp_path):
+    """Refused by its launcher, while the first goes on to its end."""
+    folder = tmp_path / "run"
+    path = write(tmp_path / "long.toml", train=LONG)
+    job = begin(path, "-n", 2, "--run", folder)
+    wait_until(lambda: steps_taken(folder) >= 3, job)
+    second = command(path, "-n", 2, "--run", folder)
+    assert second.exit_code == 2
+    assert "is in use" in " ".join(second.output.split())
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, output
+    assert [row["why"] for row in rows(folder, "end")] == ["done"]
 
 
 @pytest.mark.parametrize(

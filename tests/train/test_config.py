@@ -9,7 +9,7 @@ import pytest
 
 from echelon import models
 from echelon.models import hub
-from echelon.train.checks import check
+from echelon.train.checks import check, check_files
 from echelon.train.config import ConfigError, dump, load, parse
 from tests.train.runs import TINY, config, tables, write
 
@@ -101,7 +101,6 @@ def test_files_that_cannot_be_read(tmp_path):
         ({"layout": {"cp": 8}, "strategies": {"sequence": "ulysses"}}, 8, "does not divide them"),
         ({"data": {"kind": "images"}}, 1, "takes tokens: choose text or tokens or datasets or synthetic"),
         ({"data": {"kind": "text"}}, 1, "needs a path"),
-        ({"data": {"kind": "tokens", "path": "no-such.bin"}}, 1, "there is no such file"),
         ({"data": {"samples": 0}}, 1, "samples = 0: it is a number, 1 or more"),
         ({"train": {"steps": 0}}, 1, "steps = 0: it is a number, 1 or more"),
         ({"train": {"eval_samples": -5}}, 1, "it is a number, 0 or more"),
@@ -117,6 +116,11 @@ def test_impossible_together(given, ranks, words):
     with pytest.raises(ConfigError) as error:
         check(config(**given), ranks)
     assert words in str(error.value)
+
+
+def test_data_that_is_not_there():
+    with pytest.raises(ConfigError, match="there is no such file"):
+        check_files(config(data={"kind": "tokens", "path": "no-such.bin"}))
 
 
 def test_images_and_tokens_are_not_taken_for_each_other():
