@@ -118,7 +118,7 @@ class TrainOptions:
         layout, strategies = self.layout.resolve(ranks), self.strategies
         with torch.device("meta"):
             model = presets.build(self.config)
-        apply.check(model, layout)
+        apply.check(model, layout, strategies)
         if strategies.compile:
             blocks(model)
         if not self.takes_images:

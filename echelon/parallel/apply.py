@@ -6,6 +6,7 @@ and compilation, each of which wraps what stands. Data parallelism last: it gath
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.parallel import batchnorm, data, sequence, tensor
+from echelon.parallel import batchnorm, data, fp8, sequence, tensor
 from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.loss import chunked_cross_entropy
 from echelon.parallel.recompute import Recompute, blocks, recompute
@@ -33,6 +34,7 @@ class Strategies:
     recompute: Recompute = "none"
     chunk: int | None = None  # rows of logits that exist at a time; None: all
     compile: bool = False
+    fp8: bool = False  # whether MLPs and the head multiply in 8 bits; for bf16
     global_batchnorm: bool = False
     average_every: int = 0  # local SGD: steps of a rank of dp by itself between averagings; 0: gradients are summed
 
@@ -43,6 +45,8 @@ class Strategies:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, allowed))}")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk={self.chunk}: a chunk has at least one row of logits")
+        if self.fp8 and self.precision != "bf16":
+            raise ValueError(f"fp8 is for the products of training in bf16, and not in {self.precision}")
         if self.average_every < 0:
             raise ValueError(f"average_every={self.average_every}: it counts steps; 0 sums gradients in every step")
         if self.average_every and self.stage:
@@ -61,14 +65,17 @@ def summed_over(grid: Grid, strategies: Strategies) -> DeviceMesh:
 
 def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
     """Make of a plain model, equal on all ranks, the one to train on this rank of the grid."""
-    check(model, grid.layout)
+    check(model, grid.layout, strategies)
     model = model.to(DTYPES[strategies.precision])
     model = tensor.split(model, grid.mesh("tp"), sequence_parallel=hasattr(model, "tokens"))
     if grid.mesh("cp").size() > 1:
         model = sequence.scatter(model, grid.mesh("cp"), strategies.sequence)
-    if strategies.chunk is not None:
+    if strategies.chunk is not None or strategies.fp8:
         head: Any = model.get_submodule("head")
-        head.loss = partial(head.loss if grid.mesh("tp").size() > 1 else chunked_cross_entropy, chunk=strategies.chunk)
+        in_chunks = head.loss if grid.mesh("tp").size() > 1 else partial(chunked_cross_entropy, in_fp8=strategies.fp8)
+        head.loss = partial(in_chunks, chunk=strategies.chunk or sys.maxsize)
+    if strategies.fp8:
+        model = fp8.convert(model)
     if strategies.global_batchnorm:
         model = batchnorm.synchronize(model, summed_over(grid, strategies))
     model = recompute(model, strategies.recompute)
@@ -77,13 +84,15 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
             block.compile()
     if strategies.stage == 0:
         apart = grid.mesh("dp") if strategies.average_every else None
+        if apart is None and grid.layout.size == 1:
+            return model  # whose gradients are the sums already
         return data.replicate(model, summed_over(grid, strategies), apart=apart)
     if strategies.stage < 3:
         return data.shard(model, grid.mesh("data"), strategies.stage)
     return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)
 
 
-def check(model: nn.Module, layout: Layout) -> None:
+def check(model: nn.Module, layout: Layout, strategies: Strategies) -> None:
     """Whether a model, with or without memory, can be split so; the error says what can."""
     name = type(model).__name__
     if layout.stages is not None or layout.pp > 1 or layout.sp > 1:
@@ -94,3 +103,7 @@ def check(model: nn.Module, layout: Layout) -> None:
         raise ValueError(f"{layout!r}: {name} has no sequences of `tokens` that cp could split: use dp or tp")
     if layout.tp > 1:
         tensor.check(model, layout.tp)
+    if strategies.fp8:
+        if layout.tp > 1:
+            raise ValueError(f"{layout!r}: fp8 is for tp=1, since a scale is of a whole matrix: use dp, or fp8 = false")
+        fp8.check_model(model)

@@ -9,6 +9,7 @@ back. The optimizer must work element by element (SGD, Adam, …), since a piece
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -75,9 +76,7 @@ class Optimizer:
         """
         if self._reducer is not None:
             self._reducer.finish()
-        for piece, tensor in zip(self._pieces, self._updated, strict=True):
-            gradient = piece.take_gradient()
-            tensor.grad = None if gradient is None else gradient.to(tensor.device, tensor.dtype)
+        self._take_gradients()
         norm = self._norm() / self.loss_scale
         self.non_finite = "" if math.isfinite(norm) else self._first_non_finite()
         if math.isfinite(norm):
@@ -93,9 +92,8 @@ class Optimizer:
     @torch.no_grad()
     def write_back(self) -> None:
         """Give the parameters, on all ranks, the values of what is updated for them."""
-        for piece, tensor in zip(self._pieces, self._updated, strict=True):
-            if tensor is not piece.memory:
-                piece.memory.copy_(tensor)
+        pairs = zip(self._pieces, self._updated, strict=True)
+        _copy([(piece.memory, tensor) for piece, tensor in pairs if tensor is not piece.memory])
         if self._reducer is not None:
             self._reducer.gather_weights()
 
@@ -128,20 +126,28 @@ class Optimizer:
         self.inner.load_state_dict(inner)
         self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
 
+    def _take_gradients(self) -> None:
+        copies = []
+        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+            gradient = piece.take_gradient()
+            if gradient is not None and (gradient.device, gradient.dtype) != (tensor.device, tensor.dtype):
+                copies.append((torch.empty_like(tensor), gradient))
+                gradient = copies[-1][0]
+            tensor.grad = gradient
+        _copy(copies)
+
     def _norm(self) -> float:
         """Of all gradients of all ranks, each counted once: one all_reduce of one number over the world. In local SGD
         of the model's own ranks.
         """
-        pairs = [
-            (tensor.grad, piece.copies)
-            for piece, tensor in zip(self._pieces, self._updated, strict=True)
-            if tensor.grad is not None and tensor.numel()
-        ]
+        by_copies: dict[int, list[Tensor]] = defaultdict(list)
+        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+            if tensor.grad is not None and tensor.numel():
+                by_copies[piece.copies].append(tensor.grad)
         square = torch.zeros((), dtype=torch.float64, device=self._device)
-        if pairs:
-            norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in pairs])).double()
-            copies = torch.tensor([copies for _, copies in pairs], dtype=torch.float64, device=norms.device)
-            square += (norms.square() / copies).sum().to(self._device)
+        for copies, gradients in by_copies.items():
+            norms = torch.stack(torch._foreach_norm(gradients)).double()
+            square += (norms.square().sum() / copies).to(self._device)
         for group in self._norm_groups:
             dist.all_reduce(square, group=group)
         return math.sqrt(square.item())
@@ -176,6 +182,12 @@ def _updated(memory: Tensor, on_cpu: bool) -> Tensor:
     if on_cpu:
         return memory.to("cpu", dtype, copy=True)
     return memory.to(dtype)
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Into the first of each pair what is in the second: on a GPU a few kernels for all of them."""
+    if pairs:
+        torch._foreach_copy_([into for into, _ in pairs], [source for _, source in pairs])
 
 
 def _norm_groups(model: nn.Module, reducer: Reducer | None) -> list[dist.ProcessGroup | None]:

@@ -21,6 +21,7 @@ _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -51,7 +52,8 @@ def blocks(model: nn.Module) -> list[Any]:
     """What a deep model repeats."""
     found = getattr(model, "blocks", None)
     if not isinstance(found, nn.ModuleList):
-        raise ValueError(f"{type(model).__name__} has no list `blocks`: it can be neither recomputed nor compiled so")
+        what = "it can be neither recomputed nor compiled, nor multiply in fp8"
+        raise ValueError(f"{type(model).__name__} has no list `blocks`: {what}")
     return list(found)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.comm.group import EchelonGroup
 from echelon.launch.identity import identity
 from echelon.models import hub
+from echelon.parallel import fp8
 from echelon.parallel.apply import DTYPES, parallelize
 from echelon.parallel.layout import Grid
 from echelon.train.checks import meta_model
@@ -26,11 +29,24 @@ def join_world() -> None:
         dist.init_process_group("echelon")
 
 
+def limit_waiting(grid: Grid, seconds: float) -> None:
+    """How long ranks wait for others in the groups of training (and not in those of checkpoints, which a slow disk may
+    take longer): then the watchdog ends the job, and says who has not come.
+    """
+    groups = [dist.group.WORLD, *(mesh.get_group() for mesh in grid.meshes.values() if mesh.ndim == 1)]
+    for group in groups:
+        if isinstance(group, EchelonGroup):
+            group.set_timeout(timedelta(seconds=seconds))
+
+
 def choose_device(config: Config) -> torch.device:
     wanted = config.train.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    device = torch.device(wanted)
+    if config.strategies.fp8:
+        fp8.check_device(device)
+    return device
 
 
 def build_model(config: Config, grid: Grid, device: torch.device) -> nn.Module:

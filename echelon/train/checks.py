@@ -19,7 +19,7 @@ from echelon.train.config import Config, ConfigError
 
 _AT_LEAST = {
     "train": {"steps": 1, "batch": 1, "micro_batch": 0, "clip": 0, "log_every": 1, "eval_every": 0, "sample": 0}
-    | {"eval_samples": 0, "seed": 0},
+    | {"eval_samples": 0, "seed": 0, "timeout": 1},
     "data": {"length": 0, "image": 0, "samples": 1},
     "optimizer": {"lr": 0, "eps": 0, "weight_decay": 0, "momentum": 0},
     "schedule": {"warmup": 0},
@@ -36,7 +36,7 @@ def check(config: Config, ranks: int) -> Config:
     try:
         layout = config.layout.resolve(ranks)
         model = meta_model(config)
-        apply.check(model, layout)
+        apply.check(model, layout, config.strategies)
         if layout.cp > 1:
             _check_sequences(config, layout)
     except ValueError as error:
