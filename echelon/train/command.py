@@ -165,8 +165,8 @@ def _start(config: Config, folder: Path, job: Job, mpi: Installation, restarts: 
     end_as_failed(folder / METRICS, since)
     if code != REFUSED:
         say(
-            f"the run failed; its last checkpoint is {_last_checkpoint(folder)}. Go on with: echelon train {folder} "
-            f"-n {job.ranks} (--restarts K does so by itself)"
+            f"the run failed. To go on from {_last_checkpoint(folder)}: echelon train {folder} -n {job.ranks} "
+            "(--restarts K does so by itself)"
         )
     return code
 

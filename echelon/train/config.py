@@ -53,6 +53,7 @@ class Train:
     seed: int = 0
     clip: float = 1.0  # the norm that gradients are clipped to; 0: they are not
     non_finite: Literal["stop", "skip"] = "stop"
+    timeout: float = 1800.0  # seconds that a rank waits for others, before it is a hang
     log_every: int = 10
     eval_every: int = 0  # steps; 0: at the end alone
     eval_samples: int = 256

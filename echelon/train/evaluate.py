@@ -60,6 +60,7 @@ class Evaluation:
                 given = in_dtype(loaded, self._config)
                 targets = given["targets_B" if "targets_B" in given else "targets_BS"]
                 loss += model(**given)
+                self._loader.read_ahead()
                 count += (targets != IGNORED).sum()
                 if self._counts_hits:
                     images = {name: each for name, each in given.items() if name != "targets_B"}

@@ -23,7 +23,7 @@ from echelon.parallel import batch as batches
 from echelon.parallel import data
 from echelon.parallel.apply import summed_over
 from echelon.parallel.average import average, average_buffers
-from echelon.train.build import build_model, choose_device, in_dtype, join_world
+from echelon.train.build import build_model, choose_device, in_dtype, join_world, limit_waiting
 from echelon.train.checkpoint import Checkpoints
 from echelon.train.checks import check, check_files, meta_model, micro_batch
 from echelon.train.config import Config
@@ -58,6 +58,7 @@ class Trainer:
         self.folder, self._lock = open_folder(config, folder)
         self.device = choose_device(config)
         self.grid = config.layout.build(self.device.type)
+        limit_waiting(self.grid, config.train.timeout)
         self.model: Any = build_model(config, self.grid, self.device)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.summed_over = summed_over(self.grid, config.strategies)
@@ -132,13 +133,16 @@ class Trainer:
                 loss = self.model(**in_dtype(given, self.config)) / count
                 self.optimizer.scale(loss).backward()
             own_loss += loss.detach()
+        self.loader.read_ahead()
+        self.meter.read_ahead(self.step + 1)
         if self.step == max(self.config.record.first, 1):  # in the first step there is no optimizer state yet
             self._note_memory()
+        told_loss = own_loss.to("cpu", non_blocking=True)  # the norm is read after it, and before the step is taken
         norm = self.optimizer.step(train.clip or None)
 
-        self.loss, skipped, fatal, stopping = self._agree(own_loss.item(), norm, stop)
+        self.loss, skipped, fatal, stopping = self._agree(told_loss.item(), norm, stop)
         if fatal:
-            self._give_up(norm, own_loss.item())
+            self._give_up(norm, told_loss.item())
         if skipped:
             self.meter.event("skip", self.step + 1, norm=norm)
         self.step, self.samples = self.step + 1, self.samples + train.batch

@@ -85,6 +85,7 @@ class Meter:
         self._keep_record(step)
         self._under_way: list[Record] = []
         self._interval, self._last, self._joules = Interval(), time.perf_counter(), self._read_joules()
+        self._joules_ahead: float | None = None
         self._board: Any = None
         if grid.rank == 0:
             self._file = (folder / rows.FILE).open("a")
@@ -94,6 +95,11 @@ class Meter:
         about |= {"parameters": parameters, "device": _name(self._device), "peak_flops": self._peak}
         self.event("start", step, **about, energy=self._energy)
 
+    def read_ahead(self, step: int) -> None:
+        """While the device is at work on a step: a GPU takes 10 ms to tell its energy."""
+        if self._has_row(step):
+            self._joules_ahead = self._read_joules()
+
     def step(self, step: int, loss: float, norm: float, lr: float) -> None:
         """After each step, by every rank."""
         now = time.perf_counter()
@@ -101,7 +107,7 @@ class Meter:
         self._interval.seconds += now - self._last
         self._last = now
         self._take_records()
-        if step % self._config.train.log_every == 0 or step in (_FIRST, self._config.train.steps):
+        if self._has_row(step):
             figures = self._gather()
             if self._grid.rank == 0:
                 told = {"kind": "step", "step": step, "time": time.time(), "loss": loss, "lr": lr, "norm": norm}
@@ -161,8 +167,8 @@ class Meter:
 
     def _gather(self) -> Tensor:
         """A row a rank: memory, share of time blocked, joules, and bytes a step by view."""
-        joules = self._read_joules()
-        spent, self._joules = joules - self._joules, joules
+        joules = self._read_joules() if self._joules_ahead is None else self._joules_ahead
+        spent, self._joules, self._joules_ahead = joules - self._joules, joules, None
         since = self._interval
         wire = [since.wire[view] / since.steps for view in VIEWS]
         mine = [peak_memory(self._device), since.blocked / 1e9 / since.seconds, spent, *wire]
@@ -192,6 +198,9 @@ class Meter:
     def _flops_of_a_step(self) -> int:
         config = self._config
         return config.train.batch * training_flops(self._model, length=config.length, image=config.image)
+
+    def _has_row(self, step: int) -> bool:
+        return step % self._config.train.log_every == 0 or step in (_FIRST, self._config.train.steps)
 
     def _read_joules(self) -> float:
         try:

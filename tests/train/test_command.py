@@ -103,6 +103,21 @@ def test_a_killed_rank_brings_the_job_back(tmp_path, undisturbed, moment):
     assert not list(folder.glob("checkpoints/*.saving"))
 
 
+def test_a_hang_becomes_an_error_and_the_job_comes_back(tmp_path, undisturbed):
+    """A rank is stopped: the other waits for as long as it is told to, says for whom, and the run goes on."""
+    folder = tmp_path / "run"
+    path = write(tmp_path / "long.toml", train=LONG | {"timeout": 8.0}, checkpoint={"every": 10})
+    job = begin(path, "-n", 2, "--run", folder, "--restarts", 1)
+    wait_until(lambda: steps_taken(folder) >= 15, job)
+    os.kill(stopped := processes(folder)[-1], signal.SIGSTOP)
+    output = job.communicate(timeout=90)[0]
+    assert job.returncode == 0, output
+    assert "was not complete after the timeout of 8 s: rank 1 had not arrived" in output
+    assert "restart 1 of 1, from step" in output
+    assert losses(folder) == losses(undisturbed)
+    assert not Path(f"/proc/{stopped}").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_asked_to_stop_it_saves(tmp_path, undisturbed, number):
     """And can go on, for which one of these must do."""

@@ -25,7 +25,7 @@ Pass = dict[str, Tensor]
 
 
 class Loader:
-    """This rank's samples of any step; those of the next step are read ahead, in a thread.
+    """This rank's samples of any step; `read_ahead` reads those of the next one meanwhile, in a thread.
 
     Without an order samples come as they are numbered, once, as an evaluation wants them: what would stand beyond the
     last has targets that do not count.
@@ -48,26 +48,31 @@ class Loader:
         self._device = torch.empty(0, device=device).device  # with the GPU's number
         dp = grid.mesh("dp")
         self._mine = batches.deal(batch, micro_batch, dp.size(), dp.get_local_rank())
+        self._next = 0
         self._ahead: tuple[int, Future[list[Pass]]] | None = None
         self._thread = ThreadPoolExecutor(1, "read-ahead", self._begin)
 
     def load(self, place: int) -> list[Pass]:
         """The passes of the step whose first sample stands at `place`: the model's arguments, on the device."""
-        if self._ahead is None or self._ahead[0] != place:
-            self._read_ahead(place)
+        self._next = place
+        self.read_ahead()
         assert self._ahead is not None
         passes = self._ahead[1].result()
-        self._read_ahead(place + self._batch)
+        self._next += self._batch
         return [self._move(each) for each in passes]
+
+    def read_ahead(self) -> None:
+        """Begin with the step after the one that was loaded. A good moment is when the device has enough to do: the
+        thread takes the interpreter from whoever would give it more.
+        """
+        if self._ahead is None or self._ahead[0] != self._next:
+            if self._ahead is not None:
+                self._ahead[1].cancel()
+            self._ahead = self._next, self._thread.submit(self._read, self._next)
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(cancel_futures=True)
-
-    def _read_ahead(self, place: int) -> None:
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-        self._ahead = place, self._thread.submit(self._read, place)
 
     def _begin(self) -> None:
         if self._device.type == "cuda":  # else memory would be pinned for the first GPU, by each rank

@@ -117,6 +117,7 @@ class Failing(Counted):
 def test_an_error_of_the_thread_is_raised_when_its_step_is_wanted() -> None:
     loader = Loader(Failing(8, 4), None, ALONE, batch=4)
     assert len(loader.load(0)) == 1
+    loader.read_ahead()
     with pytest.raises(OSError, match="the disk is gone"):
         loader.load(4)
     loader.close()
@@ -138,6 +139,7 @@ def test_the_next_step_is_read_ahead_by_a_thread_that_ends() -> None:
     loader = Loader(Watched(100, 4), None, ALONE, batch=4)
     for place in (0, 4, 8, 40):
         loader.load(place)
+        loader.read_ahead()
     loader.close()
     assert [place for place, _ in READ][:3] == [0, 4, 8]
     assert {place for place, _ in READ} <= {0, 4, 8, 12, 40, 44}
