@@ -1,9 +1,10 @@
 """Training a small GPT on two ranks, over Echelon and over Gloo: `python benchmarks/train.py` (as root).
 
-Starts its own ranks, first on this machine, then on an emulated cluster of two nodes joined by 1 Gbit/s. Two equal
-models learn from the same samples; the gradients of one are summed over Echelon, those of the other over Gloo (the one
-number of 8 bytes that makes the norm goes over Echelon for both). Their steps take turns, and a time is that of the
-slowest rank; medians, with the distance between the quartiles, and of each turn the ratio of the two.
+Starts its own ranks, first on this machine, then on an emulated cluster of two nodes joined by 1 Gbit/s. Three equal
+models learn from the same samples: one as Echelon trains; one as PyTorch's users train over Gloo, by DDP; and one by
+Echelon's strategy, but with gradients summed over Gloo, which compares what carries the bytes alone (the 8 bytes that
+make the norm go over Echelon there). Their steps take turns, and a time is that of the slowest rank; medians, with the
+distance between the quartiles, and of each turn the ratios to Echelon's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ sys.path.insert(0, str(ROOT))
 PLACES = ("", "2x1@1gbit")  # here, and on a cluster
 ROUNDS, WARMUP = 41, 3
 BATCH, LENGTH = 8, 128
+SHAPE = {"vocabulary": 4096, "context": LENGTH, "dim": 256, "layers": 4, "heads": 8}
+PEERS = ("ddp over gloo", "the same over gloo")
 
 
 def main() -> None:
@@ -81,9 +84,13 @@ def as_rank(part: Path, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("echelon")
     grid = Layout(dp=2).build()
-    over_gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu", mesh_dim_names=("data",))
-    grids = {"echelon": grid, "gloo": replace(grid, meshes={**grid.meshes, "data": over_gloo})}
-    steps = {name: prepared(each) for name, each in grids.items()}
+    gloo = dist.new_group(backend="gloo")
+    over_gloo = DeviceMesh.from_group(gloo, "cpu", mesh_dim_names=("data",))
+    steps = {
+        "echelon": prepared(grid),
+        "ddp over gloo": prepared_ddp(grid, gloo),
+        "the same over gloo": prepared(replace(grid, meshes={**grid.meshes, "data": over_gloo})),
+    }
     times: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
     for turn in range(WARMUP + rounds):
@@ -94,10 +101,12 @@ def as_rank(part: Path, rounds: int) -> None:
             took = largest(time.perf_counter() - start) * 1e3
             if turn >= WARMUP:
                 times[name].append(took)
-    if abs(losses["echelon"] / losses["gloo"] - 1) > 1e-3:
-        raise RuntimeError(f"the two have not learned the same: {losses}")
+    if max(abs(loss / losses["echelon"] - 1) for loss in losses.values()) > 1e-3:
+        raise RuntimeError(f"they have not learned the same: {losses}")
     result: dict[str, Any] = {name: summary(each) | {"loss": losses[name]} for name, each in times.items()}
-    result["times faster"] = summary([g / e for e, g in zip(times["echelon"], times["gloo"], strict=True)])
+    for name in PEERS:
+        ratios = [theirs / ours for ours, theirs in zip(times["echelon"], times[name], strict=True)]
+        result[name]["times faster"] = summary(ratios)
     if dist.get_rank() == 0:
         part.write_text(json.dumps(result))
     dist.destroy_process_group()
@@ -112,10 +121,9 @@ def prepared(grid: Any) -> Callable[[], float]:
     from echelon.parallel.apply import Strategies, parallelize
     from echelon.parallel.optimizer import Optimizer
 
-    model = parallelize(GPT(GPTConfig(vocabulary=4096, context=LENGTH, dim=256, layers=4, heads=8)), grid, Strategies())
+    model = parallelize(GPT(GPTConfig(**SHAPE)), grid, Strategies())
     optimizer = Optimizer(partial(torch.optim.AdamW, lr=1e-3, fused=True), model)
-    tokens = torch.randint(4096, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    given = batch.part({"tokens_BS": tokens[:, :-1], "targets_BS": tokens[:, 1:]}, grid)
+    given = own_samples(grid)
 
     def step() -> float:
         loss: torch.Tensor = model(**given) / batch.count(given["targets_BS"], grid.mesh("data"))
@@ -124,6 +132,37 @@ def prepared(grid: Any) -> Callable[[], float]:
         return loss.item()
 
     return step
+
+
+def prepared_ddp(grid: Any, gloo: Any) -> Callable[[], float]:
+    """The same by PyTorch's own means, with their defaults."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from echelon.models.gpt import GPT, GPTConfig
+
+    model = DistributedDataParallel(GPT(GPTConfig(**SHAPE)), process_group=gloo)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    given = own_samples(grid)
+
+    def step() -> float:
+        loss: torch.Tensor = model(**given) / given["targets_BS"].numel()  # DDP takes the mean over the ranks
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item() / gloo.size()
+
+    return step
+
+
+def own_samples(grid: Any) -> dict[str, Any]:
+    import torch
+
+    from echelon.parallel import batch
+
+    tokens = torch.randint(SHAPE["vocabulary"], (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    return batch.part({"tokens_BS": tokens[:, :-1], "targets_BS": tokens[:, 1:]}, grid)
 
 
 def largest(value: float) -> float:
@@ -146,12 +185,15 @@ def print_table(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title="a training step of two ranks", title_justify="left")
-    for column in ("", "Echelon, ms", "Gloo, ms", "times faster"):
+    for column in ("", "Echelon, ms", *(text for name in PEERS for text in (f"{name}, ms", "times faster"))):
         table.add_column(column, justify="right" if column else "left")
     for place, row in result.items():
-        cells = [f"{row[name]['median']:.0f} ± {row[name]['spread']:.0f}" for name in ("echelon", "gloo")]
-        ratio = row["times faster"]
-        table.add_row(place, *cells, f"{ratio['median']:.2f} ± {ratio['spread']:.2f}")
+        cells = [f"{row['echelon']['median']:.0f} ± {row['echelon']['spread']:.0f}"]
+        for name in PEERS:
+            ratio = row[name]["times faster"]
+            cells += [f"{row[name]['median']:.0f} ± {row[name]['spread']:.0f}"]
+            cells += [f"{ratio['median']:.2f} ± {ratio['spread']:.2f}"]
+        table.add_row(place, *cells)
     Console(width=120).print(table)
 
 

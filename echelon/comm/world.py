@@ -31,6 +31,8 @@ def mpi_world() -> MPI.Intracomm:
     """MPI_COMM_WORLD, with MPI running at MPI_THREAD_MULTIPLE."""
     # Open MPI spins while it waits, which starves the rank's other threads and its neighbours; it reads this once.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    for direction in ("TX", "RX"):  # what UCX moves over TCP each time it is asked, by default 8 and 64 KiB
+        os.environ.setdefault(f"UCX_TCP_{direction}_SEG_SIZE", "256k")
     mpi = _load()
     me = identity()
     if not mpi.Is_initialized():
