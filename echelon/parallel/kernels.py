@@ -28,7 +28,7 @@ def statistics(logits_CV: Tensor, places_C: Tensor) -> tuple[Tensor, Tensor]:
 def wrong(logits_CV: Tensor, lse_C: Tensor, places_C: Tensor, out_CV: Tensor, factor: float = 1.0) -> Tensor:
     """exp(logits - lse), less 1 at each row's place, times `factor`; `out` may be the logits."""
     rows, columns = logits_CV.shape
-    grid = (triton.cdiv(columns, _BLOCK), rows)
+    grid = (rows * triton.cdiv(columns, _BLOCK),)
     _wrong[grid](logits_CV, lse_C, places_C, out_CV, columns, factor, _BLOCK, num_warps=4)
     return out_CV
 
@@ -90,8 +90,9 @@ def _statistics(logits, places, lse, at_place, columns, BLOCK: tl.constexpr):  #
 
 @triton.jit
 def _wrong(logits, lse, places, out, columns, FACTOR: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * columns + column, column < columns, 0.0).to(tl.float32)
     x = tl.exp(x - tl.load(lse + row)) - tl.where(column == tl.load(places + row), 1.0, 0.0)
     tl.store(out + row * columns + column, (x * FACTOR).to(out.dtype.element_ty), column < columns)

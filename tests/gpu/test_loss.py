@@ -31,6 +31,13 @@ def test_the_kernels_equal_plain_operations(rows: int, vocabulary: int, dtype: t
     assert max(map(error, got, expected)) < {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2e-4}[dtype]
 
 
+def test_more_rows_than_a_grid_has() -> None:
+    """In one of its dimensions."""
+    hidden, weight, _, targets = on_gpu(2**16 + 5, 96, torch.float32)
+    got = loss_and_gradients(functools.partial(loss.chunked_cross_entropy, chunk=2**17), hidden, weight, None, targets)
+    assert max(map(error, got, loss_and_gradients(whole, hidden, weight, None, targets))) < 1e-4
+
+
 def test_a_target_beyond_the_vocabulary_is_not_a_number() -> None:
     hidden, weight, bias, targets = on_gpu(20, 100, torch.bfloat16)
     targets[3] = 100

@@ -16,7 +16,13 @@ from tests.parallel.test_loss import error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHAPE: dict[str, Any] = {"vocabulary": 512, "context": 256, "dim": 256, "layers": 4, "heads": 4}
-MODELS = {"gpt2": SHAPE, "llama2-7b": SHAPE | {"mlp_dim": 512}, "llama3-8b": SHAPE | {"mlp_dim": 512, "kv_heads": 2}}
+WIDE = SHAPE | {"context": 1024, "dim": 768, "layers": 2, "heads": 12}
+MODELS = {
+    "gpt2": SHAPE,
+    "gpt2-medium": WIDE,
+    "llama2-7b": SHAPE | {"mlp_dim": 512},
+    "llama3-8b": SHAPE | {"mlp_dim": 512, "kv_heads": 2},
+}
 ROUNDING = {"fp32": 1e-4, "bf16": 0.03, "fp8": 0.12}
 
 
@@ -28,7 +34,8 @@ def gradients(model: Any, tokens_BS: Tensor) -> dict[str, Tensor]:
 @functools.cache
 def exact(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     """On the CPU, from weights that bf16 has too."""
-    tokens_BS = torch.randint(0, 512, (4, 257), generator=torch.Generator().manual_seed(0))
+    shape = (4, MODELS[name]["context"] + 1)
+    tokens_BS = torch.randint(0, 512, shape, generator=torch.Generator().manual_seed(0))
     return tokens_BS, gradients(build(name, **MODELS[name]).bfloat16().double(), tokens_BS)
 
 
