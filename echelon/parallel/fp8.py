@@ -248,7 +248,7 @@ def multiply(
     left: Factor, right: Factor, dtype: torch.dtype, bias_N: Tensor | None = None, *, fast: bool = False
 ) -> Tensor:
     """The product left @ right.T. `fast` leaves long sums to the tensor cores' own registers, which round more."""
-    product_MN: Tensor = torch._scaled_mm(  # functional.scaled_mm is the same, and newer
+    product_MN: Tensor = torch._scaled_mm(  # functional.scaled_mm cannot be compiled by PyTorch 2.11
         left.plain_MN, right.plain_MN.T, left.scale, right.scale, bias_N, out_dtype=dtype, use_fast_accum=fast
     )
     return product_MN

@@ -69,10 +69,12 @@ def test_every_layout_is_the_same_run(ranks, tmp_path, alone, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [*((name, "fp32") for name in LAYOUTS), ("dp 2 × tp 2", "bf16"), ("stage 3", "bf16")]
+    ("name", "precision"),
+    [*((name, "fp32") for name in LAYOUTS), ("dp 2 × tp 2", "bf16"), ("stage 3", "bf16"), ("stage 3", "fp8")],
 )
 def test_a_resumed_run_is_bitwise_the_same(ranks, tmp_path, name, precision):
-    sections = LAYOUTS[name] | {"strategies": LAYOUTS[name].get("strategies", {}) | {"precision": precision}}
+    chosen = {"precision": "bf16", "fp8": True} if precision == "fp8" else {"precision": precision}
+    sections = LAYOUTS[name] | {"strategies": LAYOUTS[name].get("strategies", {}) | chosen}
     *_, undisturbed = ranks(4, whole, sections, str(tmp_path / "undisturbed"))[0]
     ranks(4, a_part, sections, str(tmp_path / "resumed"), 3)
     *_, resumed = ranks(4, whole, sections, str(tmp_path / "resumed"))[0]
