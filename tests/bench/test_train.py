@@ -156,7 +156,7 @@ def test_options_go_to_the_ranks_whole():
         (["--model", "gpt2", "--image", 64], "gpt2 reads tokens; how many is --length"),
         (["--stage", 4], "stage=4 is none of 0, 1, 2, 3"),
         (["--precision", "fp8"], "precision='fp8' is none of fp64, fp32, bf16, fp16"),
-        (["--compile"], "ResNet has no list `blocks`: it can be neither recomputed nor compiled so"),
+        (["--compile"], "ResNet has no list `blocks`: it can be neither recomputed nor compiled"),
         (["--device", "tpu"], "there is no device 'tpu': take auto, cpu or cuda"),
     ],
 )

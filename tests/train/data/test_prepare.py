@@ -173,6 +173,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, sent: signal.Signals, code:
     endless = (
         "import echelon.train.data.prepare as p, echelon.train.data.documents as d;"
         "d.Files.pieces = lambda self: (p.TextPiece('word ' * 100000) for _ in iter(int, 1));"
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"  # even where tests run in background
     )
     arguments = ["prepare", str(tmp_path / "texts"), "--out", str(tmp_path / "out" / "a.bin"), "--workers", "2"]
     command = [sys.executable, "-c", endless + COMMAND, *arguments]
