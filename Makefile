@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 OPENMPI_READY := $(OPENMPI)/.ready
 PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-# What depends on the MPI library; the rest is the same over any (of short integers and of how clusters end, `make test-all` makes sure).
+# What depends on the MPI library; the rest is the same over any (of short integers, `make test-all` makes sure).
 OF_MPI := $(addprefix tests/comm/test_,frameworks.py groups.py operations.py point_to_point.py random_programs.py soak.py watchdog.py work.py) \
 	$(addprefix tests/launch/test_,cluster.py launchers.py)
 
@@ -23,7 +23,7 @@ train: $(READY)  ## train a small GPT on four ranks (dp 2 × tp 2)
 
 test: $(READY) $(OPENMPI_READY)  ## the tests, over MPICH and (what depends on the library) over Open MPI
 	$(BIN)/python -m pytest -m "not slow"
-	$(OPENMPI)/bin/python -m pytest -m "not slow" -k "not torchrun and not uint and not int8 and not int16 and not taken_down" $(OF_MPI)
+	$(OPENMPI)/bin/python -m pytest -m "not slow" -k "not torchrun and not uint and not int8 and not int16" $(OF_MPI)
 
 test-all: $(READY) $(OPENMPI_READY)  ## all tests, the slow ones too
 	$(BIN)/python -m pytest

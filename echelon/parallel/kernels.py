@@ -1,8 +1,8 @@
 """Triton kernels, for GPUs: what happens to logits between the products of the loss, and what makes 8-bit factors.
 
-Written by hand because PyTorch's compiler does each of these in several passes, and they are most of the memory that
-moves in a small model: its kernels read logits three times as slowly, and write what is transposed ten times so.
-Nothing is added up in an order that could change: a step gives the same bits each time.
+Written by hand because PyTorch and its compiler do each of these in several passes, or slowly (what is transposed above
+all), and they are most of the memory that moves in a small model. Nothing is added up in an order that could change: a
+step gives the same bits each time.
 """
 
 from __future__ import annotations

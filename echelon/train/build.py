@@ -16,7 +16,7 @@ from echelon.parallel import fp8
 from echelon.parallel.apply import DTYPES, parallelize
 from echelon.parallel.layout import Grid
 from echelon.train.checks import meta_model
-from echelon.train.config import Config
+from echelon.train.config import Config, ConfigError
 
 
 def join_world() -> None:
@@ -45,7 +45,10 @@ def choose_device(config: Config) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
     if config.strategies.fp8:
-        fp8.check_device(device)
+        try:
+            fp8.check_device(device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     return device
 
 

@@ -96,7 +96,7 @@ class Meter:
         self.event("start", step, **about, energy=self._energy)
 
     def read_ahead(self, step: int) -> None:
-        """While the device is at work on a step: a GPU takes 10 ms to tell its energy."""
+        """While the device is at work on a step: a GPU takes its time to tell its energy."""
         if self._has_row(step):
             self._joules_ahead = self._read_joules()
 

