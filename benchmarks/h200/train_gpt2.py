@@ -4,7 +4,8 @@ GPT-2 of 124 million parameters, sequences of 1024 tokens: Echelon's own loop in
 as its authors train it (compiled, autocast to bf16, fused AdamW, gradients clipped). All begin with the same values and
 see the same samples of Python's standard library and of the packages beside it, cut into tokens by a tokenizer that is
 trained on them here. A speed is that of the median of windows of ten steps, after the first thirty; a loss is that of
-samples held out.
+samples held out. Training is chaotic: sums on a GPU come in any order, and the same program ends with another loss each
+time. So losses are compared over several seeds, each with its own first values and order of samples.
 
 Then a Llama of 1.2 billion parameters in bf16, on sequences of 4096 tokens: the share of the GPU's peak (MFU), and the
 memory it takes beside the plan.
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step (default: 64)")
     parser.add_argument("--steps", type=int, default=300, help="default: 300")
+    parser.add_argument("--seeds", type=int, default=3, help="how often each contender trains (default: 3)")
     parser.add_argument("--only", choices=("gpt2", "llama"), help="one of the two parts")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -80,38 +82,40 @@ def measure(result: dict[str, Any], arguments: argparse.Namespace) -> Iterator[N
         yield
     if arguments.only != "llama":
         result["gpt2"] = {"batch": arguments.batch, "steps": arguments.steps, "contenders": {}}
-        yield from compare(result["gpt2"], arguments.peer)
+        yield from compare(result["gpt2"], arguments.seeds, arguments.peer)
 
 
-def compare(found: dict[str, Any], peer: Path | None) -> Iterator[None]:
+def compare(found: dict[str, Any], seeds: int, peer: Path | None) -> Iterator[None]:
+    contenders: dict[str, Callable[[settings.Config, Path], dict[str, Any]]] = {
+        "echelon, fp8": lambda config, folder: train(in_fp8(config), folder / "fp8"),
+        "echelon, bf16": lambda config, folder: train(config, folder / "bf16"),
+    }
+    if peer is not None:
+        contenders = {"peer": lambda config, folder: train_peer(peer, config, folder)} | contenders
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print("making tokens of Python's files", flush=True)
-        found |= write_tokens(folder)
-        hub.save(build("gpt2", vocabulary=VOCABULARY), folder / "first")  # what all begin with
-        config = gpt2_config(folder, found["batch"], found["steps"])
-        contenders: dict[str, Callable[[], dict[str, Any]]] = {
-            "echelon, fp8": lambda: train(in_fp8(config), folder / "fp8"),
-            "echelon, bf16": lambda: train(config, folder / "bf16"),
-        }
-        if peer is not None:
-            contenders = {"peer": lambda: train_peer(peer, config, folder)} | contenders
-        for contender, run in contenders.items():
-            print(
-                f"{contender}: {config.train.steps} steps of {config.train.batch} × {config.length} tokens", flush=True
-            )
+        found |= write_tokens(folder / "text.bin")
+        for seed, (contender, run) in itertools.product(range(seeds), contenders.items()):
+            config = gpt2_config(folder, found["batch"], found["steps"], seed)
+            if not (first := Path(config.model["init"])).exists():  # what all begin with
+                model: Any = build("gpt2", vocabulary=VOCABULARY)
+                model.initialize(seed)
+                hub.save(model, first)
+            steps, batch = config.train.steps, config.train.batch
+            print(f"{contender}, seed {seed}: {steps} steps of {batch} × {config.length} tokens", flush=True)
             with alone():
-                found["contenders"][contender] = run()
+                found["contenders"].setdefault(contender, []).append(run(config, folder / f"seed {seed}"))
             yield
 
 
-def gpt2_config(folder: Path, batch: int, steps: int) -> settings.Config:
+def gpt2_config(folder: Path, batch: int, steps: int, seed: int) -> settings.Config:
     return settings.Config(
-        model={"init": str(folder / "first")},
+        model={"init": str(folder / f"seed {seed}" / "first")},
         data=settings.Data(kind="tokens", path=str(folder / "text.bin")),
-        train=settings.Train(steps=steps, batch=batch, eval_samples=1024, log_every=WINDOW),
+        train=settings.Train(steps=steps, batch=batch, seed=seed, eval_samples=1024, log_every=WINDOW),
         optimizer=settings.Optimizer(lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1),
-        schedule=settings.Schedule(warmup=steps // 10),
+        schedule=settings.Schedule(warmup=steps // 3),
         strategies=Strategies(precision="bf16", compile=True, chunk=16384),
         checkpoint=settings.Checkpoint(resume="never"),
         record=settings.Record(steps=0),
@@ -122,7 +126,7 @@ def in_fp8(config: settings.Config) -> settings.Config:
     return replace(config, strategies=replace(config.strategies, fp8=True))
 
 
-def write_tokens(folder: Path) -> dict[str, Any]:
+def write_tokens(path: Path) -> dict[str, Any]:
     """Python's files as tokens, by a byte-level BPE of GPT-2's size that is made of some of them."""
     import tokenizers
 
@@ -130,11 +134,11 @@ def write_tokens(folder: Path) -> dict[str, Any]:
     documents = of_files([f"{paths[place]}/**/*.py" for place in ("stdlib", "platlib")])
     learner = tokenizers.ByteLevelBPETokenizer()
     learner.train_from_iterator(some_text(documents), vocab_size=50257, show_progress=False)
-    learner.save(str(folder / "tokenizer.json"))
-    tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
+    learner.save(str(path.with_name("tokenizer.json")))
+    tokenizer = open_tokenizer(str(path.with_name("tokenizer.json")))
     workers = useful_workers(documents.bytes, tokenizer)
     dtype = fitting_dtype(tokenizer)
-    written = prepare(documents.pieces(), tokenizer, folder / "text.bin", dtype=dtype, workers=workers)
+    written = prepare(documents.pieces(), tokenizer, path, dtype=dtype, workers=workers)
     return {"tokens": written.tokens, "files": written.documents, "vocabulary": written.vocabulary}
 
 
@@ -283,16 +287,21 @@ def alone() -> Iterator[None]:
 def show(result: dict[str, Any]) -> None:
     if "gpt2" in result:
         contenders = result["gpt2"]["contenders"]
-        peer = contenders.get("peer")
         print(
-            f"{'GPT-2 124M':16} {'ms a step':>10} {'tokens/s':>10} {'MFU':>6} {'held-out':>9} {'GiB':>6} {'× peer':>7}"
+            f"{'GPT-2 124M':16} {'tokens/s':>10} {'× peer':>7} {'MFU':>6} {'GiB':>6}  held-out losses, from the peer's"
         )
-        for name, each in contenders.items():
-            ratio = f"{each['tokens/s'] / peer['tokens/s']:7.3f}" if peer else ""
-            print(
-                f"{name:16} {each['ms a step']:10.1f} {each['tokens/s']:10,.0f} {each['mfu']:6.1%} "
-                f"{each['held-out loss']:9.4f} {each['peak GiB']:6.1f} {ratio}"
+        for name, runs in contenders.items():
+            speed, mfu, peak = (
+                statistics.median(run[kind] for run in runs) for kind in ("tokens/s", "mfu", "peak GiB")
             )
+            losses = [run["held-out loss"] for run in runs]
+            ratio, beside = "", ""
+            if peers := contenders.get("peer", [])[: len(runs)]:
+                ratio = f"{speed / statistics.median(run['tokens/s'] for run in peers):.3f}"
+                apart = [loss - run["held-out loss"] for loss, run in zip(losses, peers, strict=True)]
+                beside = f"; mean {statistics.fmean(apart):+.4f} ({', '.join(f'{each:+.4f}' for each in apart)})"
+            told = ", ".join(f"{loss:.4f}" for loss in losses)
+            print(f"{name:16} {speed:10,.0f} {ratio:>7} {mfu:6.1%} {peak:6.1f}  {told}{beside}")
     if "llama" in result:
         each = result["llama"]
         print(f"Llama 1.2B: {each['tokens/s']:,.0f} tokens/s, MFU {each['mfu']:.1%}, peak {each['peak GiB']:.1f} GiB")
