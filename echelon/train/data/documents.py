@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from echelon.models.tokenizer import Tokenizer
 from echelon.train.data import files, hugging_face
 from echelon.train.data.bar import bar
 from echelon.train.data.errors import DataError
 from echelon.train.data.prepare import Piece, TextPiece, file_pieces
-from echelon.train.data.tokenizer import Tokenizer
 
 
 class Documents(Protocol):

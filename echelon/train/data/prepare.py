@@ -17,9 +17,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from echelon.models.tokenizer import Bytes, Tokenizer
 from echelon.train.data.errors import DataError
 from echelon.train.data.token_file import LIMITS, Description, describe, description_path, write_description
-from echelon.train.data.tokenizer import Bytes, Tokenizer, open_tokenizer
+from echelon.train.data.tokenizer import open_tokenizer
 from echelon.train.data.workers import in_order
 
 PIECE = 2**20  # bytes

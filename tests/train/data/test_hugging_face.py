@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from echelon.models.tokenizer import Bytes
 from echelon.train.data.documents import of_dataset
 from echelon.train.data.errors import DataError
 from echelon.train.data.prepare import prepare
 from echelon.train.data.token_file import open_tokens
-from echelon.train.data.tokenizer import Bytes
 
 TEXTS = [f"text number {number}: größer" for number in range(2500)]
 

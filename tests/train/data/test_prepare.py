@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echelon.models.tokenizer import Bytes
 from echelon.train.data import prepare as module
 from echelon.train.data.documents import of_files
 from echelon.train.data.errors import DataError
 from echelon.train.data.prepare import Piece, TextPiece, file_pieces, fitting_dtype, prepare, useful_workers
 from echelon.train.data.token_file import open_tokens
-from echelon.train.data.tokenizer import Bytes, open_tokenizer
+from echelon.train.data.tokenizer import open_tokenizer
 from tests.train.data.texts import write_texts, write_tokenizer
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.train.data.errors import DataError
-from echelon.train.data.tokenizer import Bytes, open_tokenizer
+from echelon.models.tokenizer import Bytes, TokenizerError, open_tokenizer
 from tests.train.data.texts import WORDS, write_tokenizer
 
 TEXT = " ".join(WORDS)
@@ -53,11 +52,11 @@ def test_a_tokenizer_without_special_tokens(tmp_path: Path) -> None:
 
 def test_what_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
-    with pytest.raises(DataError, match=r"there is no tokenizer .*none: name a tokenizer\.json, a folder"):
+    with pytest.raises(TokenizerError, match=r"there is no tokenizer .*none: name a tokenizer\.json, a folder"):
         open_tokenizer(str(tmp_path / "none"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="is not a tokenizer"):
+    with pytest.raises(TokenizerError, match="is not a tokenizer"):
         open_tokenizer(str(tmp_path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match="pip install tokenizers"):
+    with pytest.raises(TokenizerError, match="pip install tokenizers"):
         open_tokenizer(str(tmp_path))
