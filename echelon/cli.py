@@ -92,7 +92,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
 app.command()(bench)
 app.command("bench train")(bench_train)
-app.command("bench serve")(bench_serve)
+app.command("bench serve", context_settings={"allow_extra_args": True})(bench_serve)  # --goodput has several words
 app.command()(trace)
 
 

@@ -17,7 +17,7 @@ _WHO, _WHAT, _WHEN, _HOW, _WHERE = "Who is asked", "What is asked", "When", "Sam
 
 
 def serve(
-    more_goodput: Annotated[Optional[list[str]], typer.Argument(hidden=True, metavar="")] = None,
+    context: typer.Context,
     base_url: Annotated[str, typer.Option(help="Of the server, in place of host and port.", rich_help_panel=_WHO)] = "",
     host: Annotated[str, typer.Option(rich_help_panel=_WHO)] = "127.0.0.1",
     port: Annotated[int, typer.Option(rich_help_panel=_WHO)] = 8000,
@@ -108,8 +108,8 @@ def serve(
 
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     try:
-        if more_goodput and not goodput:
-            raise ValueError(f"{more_goodput[0]!r} belongs to no option: see --help")
+        if context.args and not goodput:
+            raise ValueError(f"{context.args[0]!r} belongs to no option: see --help")
         options = ServeOptions(
             base_url=base_url,
             host=host,
@@ -138,7 +138,7 @@ def serve(
             | ({"ignore_eos": True} if ignore_eos else {}),
             percentile_metrics=several(percentile_metrics),
             percentiles=parse_percentiles(metric_percentiles),
-            goodput=parse_goodput([*(goodput or []), *(more_goodput or [])]),
+            goodput=parse_goodput([*(goodput or []), *context.args]),
             save_result=save_result,
             save_detailed=save_detailed,
             result_dir=result_dir,
