@@ -19,7 +19,7 @@ from echelon.bench.serve_client import Client, Failed
 from echelon.bench.serve_load import IDS, Request, arrivals, custom_requests, random_requests
 from echelon.bench.serve_options import ServeOptions
 from echelon.bench.serve_result import Outcome, Result
-from echelon.bench.serve_target import Chunk, Clock, Server, Target
+from echelon.bench.serve_target import Chunk, Clock, InProcess, Server, Target
 from echelon.models.tokenizer import Tokenizer, open_tokenizer
 
 _ERRORS_TOLD = 3
@@ -130,10 +130,24 @@ async def _measured(options: ServeOptions, requests: list[Request], first: Reque
 
 
 async def _open(options: ServeOptions, clock: Clock) -> Target:
+    if options.in_process or options.weights:
+        return _in_process(options, clock)
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = Client(options.url, headers)
     model = await Server.find_model(client, options.model)
     return Server(client, options.backend, options.endpoint, model, options.sampling, clock)
+
+
+def _in_process(options: ServeOptions, clock: Clock) -> Target:
+    """What imports torch is imported here: who asks a server does not wait for it."""
+    from echelon.serve.engine import Engine, Settings
+    from echelon.serve.load import load
+
+    source, random = options.in_process or options.weights, bool(options.weights)
+    found = load(source, random=random, precision=options.precision, device=options.device)
+    settings = Settings(most_waiting=max(options.num_prompts, Settings.most_waiting))
+    engine = Engine(found.model, found.text, settings, name=found.name)
+    return InProcess(engine, options.sampling, clock, chat=options.backend == "openai-chat")
 
 
 def _progress(options: ServeOptions) -> Progress:

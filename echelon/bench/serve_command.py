@@ -27,6 +27,22 @@ def serve(
     backend: Annotated[str, typer.Option(help="openai (completions) or openai-chat.", rich_help_panel=_WHO)] = "openai",
     model: Annotated[str, typer.Option(help="Its name (default: the server's first).", rich_help_panel=_WHO)] = "",
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_default=False, rich_help_panel=_WHO)] = "",
+    in_process: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help="No server, but a model in an engine of this process.", rich_help_panel=_WHO
+        ),
+    ] = "",
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--random", metavar="NAME", help="The same, a preset with random weights: llama-tiny.", rich_help_panel=_WHO
+        ),
+    ] = "",
+    precision: Annotated[
+        str, typer.Option(help="Of that model: auto, fp32, bf16 or fp16.", rich_help_panel=_WHO)
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Its place: auto, cpu or cuda.", rich_help_panel=_WHO)] = "auto",
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -117,6 +133,10 @@ def serve(
             endpoint=endpoint,
             backend=backend,
             model=model,
+            in_process=in_process,
+            weights=weights,
+            precision=precision,
+            device=device,
             tokenizer=tokenizer,
             api_key=api_key,
             dataset_name=dataset_name,

@@ -26,6 +26,10 @@ class ServeOptions:
     endpoint: str = ""
     backend: str = "openai"
     model: str = ""
+    in_process: str = ""  # a folder with a model: its engine is asked, and no server
+    weights: str = ""  # the same, a preset's name: its weights are random
+    precision: str = "auto"  # of such a model
+    device: str = "auto"
     tokenizer: str = ""
     api_key: str = ""
     dataset_name: str = "random"
@@ -54,6 +58,11 @@ class ServeOptions:
         """Where the server is. With or without the /v1 that OpenAI's clients have in it."""
         return (self.base_url or f"http://{self.host}:{self.port}").rstrip("/").removesuffix("/v1")
 
+    @property
+    def label(self) -> str:
+        """Who is asked, in a word."""
+        return "in-process" if self.in_process or self.weights else self.backend
+
     def check(self) -> None:
         """Raise a `ValueError` that tells the user what is wrong, if anything is."""
         for name, value, among in (
@@ -80,6 +89,8 @@ class ServeOptions:
             raise ValueError(f"--request-rate {self.request_rate:g}: it is above 0; inf sends all at once")
         if not 0 < self.burstiness < math.inf:
             raise ValueError(f"--burstiness {self.burstiness:g}: it is above 0; 1 is a Poisson process")
+        if bool(self.in_process) + bool(self.weights) + bool(self.base_url) > 1:
+            raise ValueError("--base-url, --in-process and --random each say who is asked: give one of them")
         if (self.dataset_name == "custom") != bool(self.dataset_path):
             raise ValueError("--dataset-name custom and --dataset-path FILE belong together: give both or neither")
         if (self.result_dir or self.result_filename or self.save_detailed) and not (self.save_result or self.json):
@@ -91,7 +102,7 @@ class ServeOptions:
         rate = "inf" if math.isinf(self.request_rate) else self.request_rate
         return {
             "date": now,
-            "backend": self.backend,
+            "backend": self.label,
             "model_id": model,
             "tokenizer_id": self.tokenizer or None,
             "num_prompts": self.num_prompts,
@@ -107,7 +118,7 @@ class ServeOptions:
         if self.save_result:
             most = "" if self.max_concurrency is None else f"-concurrency{self.max_concurrency}"
             model = str(about["model_id"]).rstrip("/").rpartition("/")[2]
-            usual = f"{self.backend}-{self.request_rate}qps{most}-{model}-{about['date']}.json"
+            usual = f"{self.label}-{self.request_rate}qps{most}-{model}-{about['date']}.json"
             files.append(Path(self.result_dir) / (self.result_filename or usual))
         return files
 

@@ -10,10 +10,14 @@ import json
 import resource
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from echelon.bench.serve_client import Client, Failed
 from echelon.bench.serve_load import Request
+from echelon.serve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from echelon.serve.engine import Engine
 
 Clock = Callable[[], float]
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -109,6 +113,31 @@ class Server:
         if text or ("content" in delta and "role" not in delta):
             return text or ""
         return None
+
+
+class InProcess:
+    """An engine of this process, without a server and its HTTP."""
+
+    def __init__(self, engine: Engine, sampling: dict[str, Any], clock: Clock, *, chat: bool = False) -> None:
+        self.model = engine.name
+        self._engine, self._sampling, self._clock, self._chat = engine, sampling, clock, chat
+
+    async def send(self, request: Request) -> AsyncGenerator[Chunk | Usage, None]:
+        prompt = request.prompt
+        if self._chat:
+            prompt = tuple(self._engine.text.chat([{"role": "user", "content": prompt}]))
+        stream = self._engine.open(prompt, SamplingParams(max_tokens=request.output_tokens, **self._sampling))
+        tokens = 0
+        try:
+            async for piece in stream:
+                tokens += len(piece.tokens)
+                yield Chunk(self._clock(), piece.text)
+        finally:
+            stream.cancel()
+        yield Usage(len(stream.prompt), tokens)
+
+    async def close(self) -> None:
+        self._engine.close()
 
 
 def allow_many_connections() -> None:

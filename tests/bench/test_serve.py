@@ -200,6 +200,22 @@ def test_the_command(tmp_path):
     assert json.loads(named.read_text()) == result
 
 
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_an_engine_in_process(backend, tmp_path):
+    data = tmp_path / "result.json"
+    load = ["--num-prompts", 6, "--input-len", 8, "--output-len", 5, "--ignore-eos", "--request-rate", 100]
+    job = invoke("--random", "llama-tiny", "--backend", backend, *load, "--json", data, "--save-detailed")
+    assert job.exit_code == 0, job.output
+    told = json.loads(data.read_text())
+    assert (told["backend"], told["model_id"], told["completed"]) == ("in-process", "llama-tiny", 6)
+    assert told["output_lens"] == [5] * 6
+    assert [len(gaps) for gaps in told["itls"]] == [4] * 6
+    if backend == "openai":
+        assert told["input_lens"] == [8] * 6
+    else:
+        assert min(told["input_lens"]) > 8  # with the words around it
+
+
 def test_failed_requests_are_counted_and_some_told():
     def plan(body):
         return [(0.0, 500)] if len(fake.bodies) in (3, 4) else [(0.0, completion("a"))]
@@ -248,6 +264,9 @@ def test_a_server_that_refuses_is_an_error_too():
         (["--result-dir", "results"], "--save-detailed, --result-dir and --result-filename need --save-result"),
         (["--base-url", "ftp://host"], "'ftp://host' is no address of a server: write http://host:port"),
         (["--tokenizer", "nowhere"], "there is no tokenizer nowhere"),
+        (["--random", "llama-tony"], "no model is named 'llama-tony' (did you mean 'llama-tiny'?)"),
+        (["--in-process", "nowhere"], "nowhere is no folder with a model's config.json and safetensors"),
+        (["--in-process", "x", "--base-url", "http://y"], "each say who is asked: give one of them"),
     ],
 )
 def test_refused(arguments, words):
