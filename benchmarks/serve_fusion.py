@@ -33,13 +33,13 @@ import torch
 from echelon.bench.serve import drive
 from echelon.bench.serve_load import RandomLoad, Request, arrivals, random_requests
 from echelon.bench.serve_target import Chunk, InProcess, Target, Usage
-from echelon.models import hub, presets
-from echelon.models.llama import LlamaConfig
+from echelon.models import hub
 from echelon.serve.engine import Engine, Settings
+from echelon.serve.load import load
 from echelon.serve.request import SamplingParams
 
-CONFIG = LlamaConfig(vocabulary=256, context=256, dim=384, layers=6, heads=6, kv_heads=3, mlp_dim=1024)
-LOAD = RandomLoad(input_tokens=32, output_tokens=32, spread=0.75)
+MODEL = "llama-tiny"
+LOAD = RandomLoad(input_tokens=24, output_tokens=24, spread=0.75)
 REQUESTS, REPETITIONS, FACTORS = 32, 3, (0.5, 2.0, 8.0)
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 FUSION, ALONE = "temporal fusion", "one at a time"
@@ -50,8 +50,8 @@ clock = time.perf_counter
 
 
 def model() -> Any:
-    torch.manual_seed(0)
-    return presets.build(CONFIG).requires_grad_(False)
+    """Always the same values."""
+    return load(MODEL, random=True, device="cpu").model
 
 
 def in_engine(running: int) -> InProcess:
@@ -141,6 +141,7 @@ class Instances:
 
 def _instance(asked: Any, told: Any) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     engine = Engine(model(), settings=Settings(most_running=1, cache_gib=0.25))
     told.put(None)
     while (item := asked.get()) is not None:
@@ -148,6 +149,13 @@ def _instance(asked: Any, told: Any) -> None:
         for piece in engine.open(prompt, SamplingParams(max_tokens=count, **GREEDY)):
             told.put((number, piece.finish is not None))
     engine.close()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 class Transformers:
@@ -234,7 +242,9 @@ def main() -> None:
     capacity = 16 / (clock() - began)
     result: dict[str, Any] = {
         "what": __doc__.splitlines()[0],
-        "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "load": busy},
+        "model": MODEL,
+        "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__},
+        "others on the machine, load average before": busy,
         "one at a time, requests/s": capacity,
         "published by Flover": PUBLISHED,
         "rates": [],
