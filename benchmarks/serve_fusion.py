@@ -2,7 +2,8 @@
 
 Requests arrive at random (Poisson), at rates that are multiples of what can be answered one at a time, and have
 prompts and answers of different lengths. All contenders have the same weights (fp32, random), the same requests and
-arrivals, and the same two cores; they take turns.
+arrivals; they take turns. Each computes with one thread, since two gained nothing for a model this small; so only the
+two instances have both cores.
 
 - temporal fusion: Echelon's engine; a request enters at the next step
 - one at a time: the same engine, with one request in it
@@ -233,6 +234,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     arguments = parser.parse_args()
     busy = os.getloadavg()[0]
+    torch.set_num_threads(1)
     contenders: dict[str, Target] = {FUSION: in_engine(REQUESTS), ALONE: in_engine(1)}
     contenders |= {each.model: each for each in (DynamicBatching(), Instances(), Transformers())}
     for target in contenders.values():
@@ -244,6 +246,7 @@ def main() -> None:
         "what": __doc__.splitlines()[0],
         "model": MODEL,
         "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__},
+        "threads": 1,
         "others on the machine, load average before": busy,
         "one at a time, requests/s": capacity,
         "published by Flover": PUBLISHED,
