@@ -15,6 +15,7 @@ from dataclasses import dataclass
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _FORGET = 0.98  # of what a step taught, after one more step
 _RECENT = 200  # steps
+_SAFETY = 1.05
 _LEAST = 16  # tokens of a step: prompts go on, whatever was promised
 
 
@@ -73,11 +74,9 @@ class Pacer:
 
     @property
     def margin(self) -> float:
-        """By how much the slowest steps (of two hundred all but one, so that 99 in 100 are safe) exceed what is
-        expected.
-        """
+        """By how much the slowest of recent steps took longer than expected, and a little more."""
         ordered = sorted(self._errors)
-        return max(ordered[int(0.995 * (len(ordered) - 1))], 1.0) if ordered else 1.0
+        return _SAFETY * (max(ordered[int(0.99 * (len(ordered) - 1))], 1.0) if ordered else 1.0)
 
     def budget(self, answering: int) -> int:
         if self.slo.tbt is None or not self._each or not answering:
@@ -87,7 +86,7 @@ class Pacer:
     def most_running(self) -> int:
         if self.slo.tbt is None or not self._each:
             return self._most_tokens
-        return max(self._tokens_in_time(), 1)
+        return max(self._tokens_in_time() - _LEAST, 1)
 
     def wait(self, tokens_ahead: int, running: int, waiting: int) -> float:
         """Seconds to the first token of a prompt, with so many tokens to compute up to its last."""

@@ -36,9 +36,9 @@ def test_steps_are_learned() -> None:
         tokens = chance.randint(1, 100)
         pacer.took(tokens, 0.010 + 0.0002 * tokens)
     assert pacer.expected(50) == pytest.approx(0.020, rel=1e-3)
-    assert pacer.budget(10) == pytest.approx(200, abs=2)
+    assert pacer.budget(10) == pytest.approx(188, abs=2), "those of 50 ms, and some to spare"
     assert pacer.budget(0) == 1000, "where nobody answers, nobody is kept waiting"
-    assert pacer.most_running() == pytest.approx(200, abs=2)
+    assert pacer.most_running() == pacer.budget(10) - 16, "prompts go on beside them"
 
 
 def simulate(slo: Slo | None, gap: float, seed: int = 0) -> tuple[float, float, int, float]:
