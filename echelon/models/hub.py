@@ -31,8 +31,7 @@ def load(
     """The model of a folder, in the dtype that it was saved in or the one given; `overrides` change its config."""
     folder = Path(folder)
     built = change(config_of(folder), overrides)
-    with _about(folder), files.Reader(folder) as reader:
-        dtype = dtype or reader.dtype()
+    dtype = dtype or stored_dtype(folder)
     with torch.device("meta"):
         model = MODELS[type(built)](built)
     model.to(dtype).to_empty(device=device)
@@ -46,6 +45,12 @@ def config_of(folder: str | Path) -> Config:
         settings = files.read_config(Path(folder))
         found: Config = families.find(settings).read(settings)
         return found
+
+
+def stored_dtype(folder: str | Path) -> torch.dtype:
+    """The dtype that the weights of a folder are in."""
+    with _about(Path(folder)), files.Reader(Path(folder)) as reader:
+        return reader.dtype()
 
 
 @torch.no_grad()

@@ -1,0 +1,348 @@
+"""The engine: one loop that never ends, in whose every step all live requests share, whatever their age.
+
+    engine = Engine(model)
+    answers = engine.generate(["Once upon a time"], SamplingParams(max_tokens=64))
+    async for piece in engine.stream("Once upon a time", SamplingParams(max_tokens=64)): ...
+
+A request enters at the next step, and leaves in the step in which it ends or after which nobody wants it any more. The
+loop is a thread's; requests may come from any other. What the loop shares with them (the scheduler's lists) it touches
+only under a lock, and never while a step is computed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from echelon.models import counter
+from echelon.models.tokenizer import Bytes
+from echelon.serve import memory
+from echelon.serve.attention import BLOCK, Part
+from echelon.serve.cache import Pages
+from echelon.serve.metrics import Metrics
+from echelon.serve.request import Answer, BadRequest, EngineFailed, Finish, Logprob, Piece, Refused, SamplingParams
+from echelon.serve.runner import Runner
+from echelon.serve.sample import Draw, sample
+from echelon.serve.scheduler import Scheduler, Span
+from echelon.serve.scheduler import Sequence as Scheduled
+from echelon.serve.slo import Pacer, Slo
+from echelon.serve.stream import Stream, collect
+from echelon.serve.text import Text, Writer
+
+_REST_SECONDS = 30.0  # after which other ranks hear that there is still nothing to do
+
+Prompt = str | Sequence[int]
+_USUAL = SamplingParams()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an engine works; the defaults are for most."""
+
+    page_size: int = 16  # tokens
+    cache_gib: float | None = None  # memory for keys and values on each rank; None: a share of what is free
+    context: int | None = None  # most tokens of a prompt with its answer; None: the model's
+    token_budget: int = 512  # most tokens of a step
+    most_running: int = 64  # requests in a step
+    most_waiting: int = 1024  # requests; more are refused
+    reproducible: bool = False  # whether an answer's bits depend on nothing but its request
+    slo: Slo | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "token_budget", "most_running", "most_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
+        if BLOCK % self.page_size:
+            raise ValueError(f"page_size={self.page_size} does not divide {BLOCK}: use 8, 16, 32 or 64")
+
+
+class _Writing:
+    """One answer of a request, while it is written."""
+
+    def __init__(self, stream: Stream, index: int, key: tuple[int, int], limit: int, priority: int, text: Text) -> None:
+        self.stream, self.index, self.key = stream, index, key
+        self.sequence = Scheduled(list(stream.prompt), limit, priority)
+        self.writer = Writer(text, stream.params.stop)
+        self.arrived = self.last_token = time.perf_counter()
+
+    @property
+    def generated(self) -> int:
+        return len(self.sequence.tokens) - self.sequence.prompt
+
+    def draw(self) -> Draw:
+        return Draw(self.stream.params, self.key, self.sequence.tokens, self.sequence.prompt)
+
+
+class Engine:
+    """Serves one model. With tensor parallelism it is made on the first rank of `group`; the others make a Runner with
+    the same arguments and `follow`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        text: Text | None = None,
+        settings: Settings | None = None,
+        *,
+        name: str = "model",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.settings = settings = settings or Settings()
+        self.name, self.text = name, text or Text(Bytes())
+        self.metrics = Metrics()
+        self.failed: BaseException | None = None
+        pages = memory.pages(model, settings, group)
+        self._runner = Runner(
+            model, pages=pages, page_size=settings.page_size, reproducible=settings.reproducible, group=group
+        )
+        self.context = min(settings.context or model.config.context, pages * settings.page_size)
+        self._vocabulary = int(model.config.vocabulary)
+        self._pacer = None if settings.slo is None else Pacer(settings.slo, settings.token_budget)
+        self._scheduler = Scheduler(
+            Pages(pages, settings.page_size),
+            budget=settings.token_budget,
+            most_running=settings.most_running,
+            pace=self._pacer,
+        )
+        self._writing: dict[Scheduled, _Writing] = {}
+        self._later: dict[
+            Stream, list[_Writing]
+        ] = {}  # further answers, which begin when the first one's prompt is done
+        self._changed = threading.Condition()
+        self._is_draining = self._is_closing = False
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = _USUAL,
+    ) -> list[Answer]:
+        """The answers to all prompts, in their order; waits for them."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        streams: list[Stream] = []
+        try:
+            for prompt, how in zip(prompts, each, strict=True):
+                streams.append(self.open(prompt, how, wait=True))
+            return [collect(stream, list(stream)) for stream in streams]
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = _USUAL,
+        priority: int = 0,
+    ) -> AsyncIterator[Piece]:
+        """The pieces of an answer; closing the iterator cancels the request."""
+        stream = self.open(prompt, params, priority)
+        try:
+            async for piece in stream:
+                yield piece
+        finally:
+            stream.cancel()
+
+    def open(self, prompt: Prompt, params: SamplingParams, priority: int = 0, *, wait: bool = False) -> Stream:
+        """Begin a request, from any thread; what cannot be answered is refused here, before anything is computed.
+        `wait` until the queue has room instead.
+        """
+        tokens = self._tokens(prompt)
+        most = self.context - len(tokens)
+        if most < 1:
+            raise BadRequest(
+                f"the prompt has {len(tokens)} tokens, but with its answer it may have {self.context}: shorten it",
+                "prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > most:
+            raise BadRequest(
+                f"the prompt's {len(tokens)} tokens and max_tokens={params.max_tokens} are more than {self.context}: "
+                f"lower max_tokens to {most}, or shorten the prompt",
+                "max_tokens",
+            )
+        limit = len(tokens) + (most if params.max_tokens is None else params.max_tokens)
+        stream = Stream(tuple(tokens), params, self._notify)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        writings = [
+            _Writing(stream, index, counter.name_key(seed, str(index)), limit, priority, self.text)
+            for index in range(params.n)
+        ]
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self.failed or self._has_room())
+            self._refuse(len(tokens))
+            self._begin(writings[0])
+            if writings[1:]:
+                self._later[stream] = writings[1:]
+            self._changed.notify_all()
+        self.metrics.arrived(len(tokens))
+        return stream
+
+    def drain(self) -> None:
+        """Take no more requests, and return when all have ended."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.wait_for(lambda: self.failed or not (self._writing or self._later))
+
+    def close(self) -> None:
+        """End the loop, and what is still being answered."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = self.text.encode(prompt)
+        else:
+            tokens = list(prompt)
+            if not all(isinstance(token, int) and 0 <= token < self._vocabulary for token in tokens):
+                raise BadRequest(f"a prompt's tokens must be numbers from 0 to {self._vocabulary - 1}", "prompt")
+        if not tokens:
+            raise BadRequest("the prompt is empty: it needs at least one token", "prompt")
+        return tokens
+
+    def _has_room(self) -> bool:
+        return len(self._scheduler.waiting) < self.settings.most_waiting
+
+    def _refuse(self, tokens: int) -> None:
+        """What comes now, if it cannot be answered, or not in time."""
+        if self.failed is not None:
+            raise self._failure()
+        if self._is_draining or self._is_closing:
+            raise Refused("the engine is being shut down")
+        scheduler = self._scheduler
+        why = ""
+        if not self._has_room():
+            why = f"{len(scheduler.waiting)} requests are waiting already: ask again later"
+        elif self._pacer is not None:
+            ahead = tokens + sum(each.left for each in (*scheduler.running, *scheduler.waiting) if each.left > 1)
+            if not self._pacer.can_promise(ahead, len(scheduler.running), len(scheduler.waiting)):
+                why = f"the first token would come later than the {self._pacer.slo.ttft:g} s that are promised"
+        if why:
+            self.metrics.refused()
+            raise Refused(why)
+
+    def _begin(self, writing: _Writing) -> None:
+        self._writing[writing.sequence] = writing
+        self._scheduler.add(writing.sequence)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        try:
+            while self._wait():
+                self._step()
+            self._runner.end()
+        except BaseException as error:
+            self.failed = error
+        with self._changed:
+            streams = {id(each.stream): each.stream for each in self._writing.values()}
+            self._writing.clear()
+            self._later.clear()
+            self._changed.notify_all()
+        for stream in streams.values():
+            stream.put(self._failure())
+
+    def _failure(self) -> EngineFailed:
+        failure = EngineFailed(f"the engine has failed: {self.failed}" if self.failed else "the engine was closed")
+        failure.__cause__ = self.failed
+        return failure
+
+    def _wait(self) -> bool:
+        """Until there is something to compute; false when the engine shall end."""
+        with self._changed:
+            while not self._is_closing:
+                self._leave_cancelled()
+                if self._writing:
+                    return True
+                if not self._changed.wait(_REST_SECONDS):
+                    self._runner.rest()
+        return False
+
+    def _leave_cancelled(self) -> None:
+        cancelled = [each for each in self._writing.values() if each.stream.is_cancelled]
+        for writing in cancelled:
+            for further in self._later.pop(writing.stream, []):
+                writing.stream.put(Piece(further.index, "", finish="cancelled"))
+            self._end(writing, "cancelled", Piece(writing.index, "", finish="cancelled"))
+        if cancelled:
+            self._changed.notify_all()
+            self._report(tokens=0, seconds=0.0)
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        scheduler = self._scheduler
+        with self._changed:
+            before = scheduler.counts
+            spans = scheduler.schedule()
+            preempted, asked, found = (new - old for new, old in zip(scheduler.counts, before, strict=True))
+        self.metrics.preempted(preempted)
+        self.metrics.prefix(asked, found)
+        logits_RV = self._runner.run([_part(span) for span in spans])
+        last = [self._writing[span.sequence] for span in spans if span.is_last]
+        chosen = sample(logits_RV, [writing.draw() for writing in last]) if last else []
+        now = time.perf_counter()
+        with self._changed:
+            scheduler.advance(spans)
+            for writing, token in zip(last, chosen, strict=True):
+                self._take(writing, token, now)
+            self._changed.notify_all()  # those who wait for room, or for the end
+            tokens = sum(span.count for span in spans)
+            if self._pacer is not None:
+                self._pacer.took(tokens, now - began)
+            self._report(tokens, now - began)
+
+    def _report(self, tokens: int, seconds: float) -> None:
+        running, waiting, pages = self._scheduler.running, self._scheduler.waiting, self._scheduler.pages
+        self.metrics.step(len(running), len(waiting), pages.used, pages.count, tokens, seconds)
+
+    def _take(self, writing: _Writing, token: Logprob, now: float) -> None:
+        """The next token of an answer."""
+        stream, sequence, params = writing.stream, writing.sequence, writing.stream.params
+        if writing.generated:
+            self.metrics.next_token(now - writing.last_token)
+        else:
+            self.metrics.first_token(now - writing.arrived)
+            for further in self._later.pop(stream, []):
+                self._begin(further)
+        writing.last_token = now
+        sequence.tokens.append(token.token)
+        ends = token.token in self.text.ends and not params.ignore_eos
+        text = "" if ends else writing.writer.write(token.token)
+        finish: Finish | None = None
+        if ends or writing.writer.stopped:
+            finish = "stop"
+        elif len(sequence.tokens) >= sequence.limit:
+            finish = "length"
+        if finish is not None:
+            text += writing.writer.finish()
+        logprobs = () if params.logprobs is None else (token,)
+        piece = Piece(writing.index, text, (token.token,), logprobs, finish, sequence.cached or 0)
+        if finish is None:
+            stream.put(piece)
+        else:
+            self._end(writing, finish, piece)
+
+    def _end(self, writing: _Writing, finish: Finish, piece: Piece) -> None:
+        del self._writing[writing.sequence]
+        self._scheduler.remove(writing.sequence)
+        now = time.perf_counter()
+        if self._pacer is not None:
+            self._pacer.ended(now)
+        self.metrics.finished(finish, now - writing.arrived, writing.sequence.prompt, writing.generated)
+        writing.stream.put(piece)
+
+
+def _part(span: Span) -> Part:
+    sequence = span.sequence
+    return Part(span.start, sequence.tokens[span.start : span.start + span.count], sequence.pages, span.is_last)

@@ -1,0 +1,189 @@
+"""What each step computes: a small pure class, without a clock, a thread or a tensor.
+
+A request is a list of tokens, of which some are computed: their keys and values are in the cache. A step computes more
+of them for many requests at once, under a budget of tokens. For a request that answers that is its newest token; a
+prompt is taken in chunks, as large as the budget leaves; when the last token of a request is computed, the next one is
+known. So prompts and answers are the same thing, and a request that was pre-empted (its pages were needed) is just one
+of which nothing is computed.
+
+Order is by priority, then arrival. In it requests are admitted, when memory is there for all that they hold; in it they
+share the budget; and from its end they are pre-empted. So the first of them always advances, and in the end all do.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from echelon.serve.cache import ROOT, Pages
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer that is being made. `limit` is how many tokens it may have at most, with its prompt."""
+
+    tokens: list[int]
+    limit: int
+    priority: int = 0  # smaller is served earlier
+    number: int = 0  # of its arrival
+    prompt: int = field(init=False)
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    named: int = 0  # of its pages, those whose content has a number
+    content: int = ROOT  # the last such number
+    cached: int | None = None  # of the prompt, what was found in the cache when it was first admitted
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.priority, self.number
+
+    @property
+    def left(self) -> int:
+        """Tokens that are there and not computed."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a step computes of a sequence: `count` tokens from `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token will be known."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+class Counts(NamedTuple):
+    """Since the beginning: sequences pre-empted; tokens of prompts, and those of them that the cache had."""
+
+    preempted: int = 0
+    asked: int = 0
+    found: int = 0
+
+    def plus(self, preempted: int = 0, asked: int = 0, found: int = 0) -> Counts:
+        return Counts(self.preempted + preempted, self.asked + asked, self.found + found)
+
+
+class Pace(Protocol):
+    """How much a step may do so that it ends in time; see slo.py."""
+
+    def budget(self, answering: int) -> int: ...
+
+    def most_running(self) -> int: ...
+
+
+class Scheduler:
+    """`budget` tokens a step at most, of `most_running` sequences."""
+
+    def __init__(self, pages: Pages, *, budget: int, most_running: int, pace: Pace | None = None) -> None:
+        self.pages, self.pace = pages, pace
+        self._budget, self._most_running = budget, most_running
+        self.waiting: list[Sequence] = []  # both in order
+        self.running: list[Sequence] = []
+        self._arrived = 0
+        self.counts = Counts()
+
+    def add(self, sequence: Sequence) -> None:
+        capacity = self.pages.count * self.pages.size
+        if sequence.limit > capacity:
+            raise ValueError(f"{sequence.limit} tokens never fit into a cache of {capacity}")
+        sequence.number = self._arrived
+        self._arrived += 1
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It has ended, or is not wanted any more."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._free(sequence)
+
+    def schedule(self) -> list[Span]:
+        """The spans of the next step; none if nothing is there to do."""
+        answering = sum(sequence.left == 1 for sequence in self.running)
+        budget = self._budget if self.pace is None else min(self._budget, self.pace.budget(answering))
+        spans: dict[Sequence, Span] = {}
+        pressed = False
+        spare = max(budget - answering, 0)  # for prompts: each answer is sure of its next token
+        for sequence in list(self.running):
+            if sequence not in self.running:
+                break  # pre-empted, as all after it
+            count = min(sequence.left, spare) if sequence.left > 1 else 1
+            while count and not self._reserve(sequence, sequence.computed + count):
+                pressed = True
+                if self._preempt(spans) is sequence:
+                    count = 0
+            if count:
+                spare -= count if sequence.left > 1 else 0
+                spans[sequence] = Span(sequence, sequence.computed, count)
+        while not pressed and spare > 0 and self.waiting and self._admit(self.waiting[0], spans):
+            sequence = self.waiting.pop(0)
+            bisect.insort(self.running, sequence, key=_order)
+            count = min(sequence.left, spare)
+            self._reserve(sequence, sequence.computed + count)
+            spans[sequence] = Span(sequence, sequence.computed, count)
+            spare -= count
+        return list(spans.values())
+
+    def advance(self, spans: list[Span]) -> None:
+        """The step was taken: what it computed is in the cache."""
+        size = self.pages.size
+        for span in spans:
+            sequence = span.sequence
+            sequence.computed = span.start + span.count
+            while (sequence.named + 1) * size <= sequence.computed:
+                first = sequence.named * size
+                tokens = sequence.tokens[first : first + size]
+                sequence.content = self.pages.name(sequence.pages[sequence.named], sequence.content, tokens)
+                sequence.named += 1
+
+    def _admit(self, sequence: Sequence, spans: dict[Sequence, Span]) -> bool:
+        """Whether it may run now, with what the cache knows of it. A more urgent one takes the place of others."""
+        while True:
+            found, content = self.pages.find(sequence.tokens)
+            missing = self.pages.needed(len(sequence.tokens)) - len(found)
+            spare = self.pages.free - self.pages.unheld(found) - missing
+            most = self._most_running if self.pace is None else min(self._most_running, self.pace.most_running())
+            if spare >= len(self.running) and len(self.running) < max(most, 1):  # a page for each that will grow
+                break
+            if not self.running or self.running[-1].priority <= sequence.priority:
+                return False
+            self._preempt(spans)
+        self.pages.share(found)
+        sequence.pages, sequence.computed = found, len(found) * self.pages.size
+        sequence.named, sequence.content = len(found), content
+        if sequence.cached is None:
+            sequence.cached = sequence.computed
+            self.counts = self.counts.plus(asked=sequence.prompt, found=sequence.computed)
+        return True
+
+    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+        """Pages for so many of its tokens, if there are any left."""
+        missing = self.pages.needed(tokens) - len(sequence.pages)
+        if missing > self.pages.free:
+            return False
+        sequence.pages += [self.pages.take() for _ in range(missing)]
+        return True
+
+    def _preempt(self, spans: dict[Sequence, Span]) -> Sequence:
+        """The last one gives its pages back, waits, and will compute again what the cache does not keep until then."""
+        sequence = self.running.pop()
+        spans.pop(sequence, None)
+        self._free(sequence)
+        self.counts = self.counts.plus(preempted=1)
+        bisect.insort(self.waiting, sequence, key=_order)
+        return sequence
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pages.release(sequence.pages)
+        sequence.pages, sequence.computed, sequence.named, sequence.content = [], 0, 0, ROOT
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
