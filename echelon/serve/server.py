@@ -8,6 +8,7 @@ a broken one.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import signal
@@ -38,11 +39,26 @@ class CannotListen(RuntimeError):
 def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
     """Take the address, before the model is loaded; port 0: any that is free."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        words = getattr(error, "strerror", None) or error
-        raise CannotListen(f"cannot listen on {host}, port {port}: {words}; choose another --host or --port") from None
+        if not 0 <= port < 2**16:
+            raise OSError(errno.EINVAL, "a port is a number from 0 to 65535")
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        # asyncio sends each token at once only on a socket that names its protocol, which create_server's does not
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from None
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
+    return CannotListen(f"cannot listen on {host}, port {port}: {error.strerror}; choose another --host or --port")
 
 
 def serve(
@@ -105,7 +121,7 @@ async def _drain(jobs: Jobs, told: asyncio.Queue[signal.Signals], seconds: float
         draining = asyncio.ensure_future(jobs.drain(0))
     cut = await draining
     if cut:
-        say(f"{cut} requests were cut off")
+        say(f"requests that were cut off: {cut}")
 
 
 class _Server(uvicorn.Server):
