@@ -38,7 +38,7 @@ class Loaded:
 
 
 class _Babble(Bytes):
-    """For models of random weights, whose vocabulary is larger than bytes: what they say is shown as printable letters."""
+    """For random weights with a larger vocabulary than bytes: what they say is shown as printable letters."""
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(32 + token % 95) for token in tokens)

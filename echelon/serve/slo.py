@@ -1,7 +1,7 @@
 """Promises of latency: the largest throughput that keeps them, and an early no to what cannot be kept.
 
 How long a step takes is learned while steps are taken: a fixed part and a part for each token (least squares that
-forget slowly). How far off that may be is learned too: the worst in a hundred recent steps. From both come the most
+forget slowly). How far off that may be is learned too, from the slowest of recent steps. From both come the most
 tokens of a step that ends within the time between two tokens of an answer (`tbt`), and so how many may answer at once,
 and how long a prompt will wait for its first token (`ttft`).
 """
@@ -73,9 +73,11 @@ class Pacer:
 
     @property
     def margin(self) -> float:
-        """By how much the slowest of a hundred steps take longer than expected."""
+        """By how much the slowest steps (of two hundred all but one, so that 99 in 100 are safe) exceed what is
+        expected.
+        """
         ordered = sorted(self._errors)
-        return max(ordered[int(0.99 * (len(ordered) - 1))], 1.0) if ordered else 1.0
+        return max(ordered[int(0.995 * (len(ordered) - 1))], 1.0) if ordered else 1.0
 
     def budget(self, answering: int) -> int:
         if self.slo.tbt is None or not self._each or not answering:
