@@ -13,6 +13,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from echelon.bench.command import bench
+from echelon.bench.serve_command import serve as bench_serve
 from echelon.bench.train_command import train as bench_train
 from echelon.doctor import examine
 from echelon.launch.cluster import ClusterSpec, NoCluster
@@ -91,6 +92,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
 app.command()(bench)
 app.command("bench train")(bench_train)
+app.command("bench serve", context_settings={"allow_extra_args": True})(bench_serve)  # --goodput has several words
 app.command()(trace)
 
 

@@ -23,7 +23,7 @@ from echelon.launch.start import Job, run
 if TYPE_CHECKING:
     from echelon.bench.options import Options
 
-TRAIN = "train"
+TRAIN, SERVE = "train", "serve"
 _OUTPUT = "bench-results"
 _PICTURES = (".png", ".svg", ".pdf")
 _WHAT, _HOW, _WHERE = "What is measured", "How it is measured", "What is written"
@@ -81,8 +81,8 @@ def bench(
     from echelon.bench.options import Options, parse_sizes
 
     try:
-        if name == TRAIN:
-            raise ValueError(f"`echelon bench {TRAIN}` comes first, and then its options: see its --help")
+        if name in (TRAIN, SERVE):
+            raise ValueError(f"`echelon bench {name}` comes first, and then its options: see its --help")
         options = Options(
             name,
             *(parse_sizes(sizes) if sizes is not None else (None, None)),
@@ -164,10 +164,14 @@ def _list() -> None:
         table.add_row(f"[cyan]{benchmark.name}[/]", ranks, escape(benchmark.what))
     table.add_row(f"[cyan]{ALL}[/]", "2 or more", "all that the number of ranks allows, into a folder with a report")
     table.add_row(f"[cyan]{TRAIN}[/]", "1 or more", "training of a model on synthetic data, beside one rank alone")
+    table.add_row(
+        f"[cyan]{SERVE}[/]", "none", "a server that answers: times to tokens, throughput, as `vllm bench serve`"
+    )
     console = Console()
     console.print(table)
     console.print("\ntry [bold]echelon bench allreduce -n 2 -m 4:1M -c[/], and [bold]echelon bench --help[/]")
     console.print("[bold]echelon bench train --model resnet50 -n 2[/] has options of its own: add [bold]--help[/]")
+    console.print("[bold]echelon bench serve --base-url http://127.0.0.1:8000[/] has, too")
 
 
 def _pass_over(other: Rejected) -> None:
