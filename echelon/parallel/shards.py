@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from echelon.parallel.loss import chunked_cross_entropy
 from echelon.parallel.tensor import check_shapes, kv_heads_of, rows_of_sharer, split_dimension
 
+ModelType = TypeVar("ModelType", bound=nn.Module)
+
 
 def load(
-    model: nn.Module,
+    model: ModelType,
     group: dist.ProcessGroup | None,
-    fill: Callable[[nn.Module], None],
+    fill: Callable[[ModelType], None],
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> ModelType:
     """Give a model on the meta device memory for this rank's parts alone, and let `fill` fill them.
 
     `fill` is given the model with parameters that are plain tensors or DTensors, as `hub.load_into` and
@@ -46,7 +48,7 @@ def load(
     return _localize(split, group)
 
 
-def shard(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+def shard(model: ModelType, group: dist.ProcessGroup | None) -> ModelType:
     """The same for a model that each rank holds whole: each keeps its parts."""
     return _localize(_split(model, group, next(model.parameters()).device.type), group)
 
@@ -66,7 +68,7 @@ def traffic(
     return {"all_reduce": (sums, sums * tokens * hidden * element_size), "gather": (1, logits * element_size)}
 
 
-def _split(model: nn.Module, group: dist.ProcessGroup | None, device: str) -> nn.Module:
+def _split(model: ModelType, group: dist.ProcessGroup | None, device: str) -> ModelType:
     """Make DTensors of all parameters that are not whole on each rank."""
     if group is None or group.size() == 1:
         return model
@@ -105,7 +107,7 @@ def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, *placements: Placeme
     return nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None))
 
 
-def _localize(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+def _localize(model: ModelType, group: dist.ProcessGroup | None) -> ModelType:
     """Keep what lies here as plain tensors, and let the ranks meet where they must."""
     model.eval().requires_grad_(False)
     if group is None or group.size() == 1:
