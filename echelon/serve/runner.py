@@ -69,6 +69,8 @@ class Runner:
         for layer in self._layers:
             layer.step = step
         hidden_1TD = self.model(step.tokens_T.unsqueeze(0), positions_S=step.positions_T, hidden=True)
+        if not len(step.last_R):
+            return torch.empty(0, 0)
         logits_RV: Tensor = self.model.head(hidden_1TD[0, step.last_R])
         return logits_RV
 

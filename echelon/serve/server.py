@@ -15,6 +15,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -68,13 +69,21 @@ def serve(
     api_key: str | None = None,
     max_body: int = MAX_BODY,
     drain_seconds: float = 30,
+    stop: Path | None = None,
 ) -> int:
-    """Returns the exit code: 0 if it was told to end, 1 if the engine failed. The caller closes the engine."""
-    return asyncio.run(_serve(engine, listener, api_key, max_body, drain_seconds))
+    """Returns the exit code: 0 if it was told to end, by a signal or by the file `stop`, 1 if the engine failed. The
+    caller closes the engine.
+    """
+    return asyncio.run(_serve(engine, listener, api_key, max_body, drain_seconds, stop))
 
 
 async def _serve(
-    engine: Engine, listener: socket.socket, api_key: str | None, max_body: int, drain_seconds: float
+    engine: Engine,
+    listener: socket.socket,
+    api_key: str | None,
+    max_body: int,
+    drain_seconds: float,
+    stop: Path | None,
 ) -> int:
     host, port = listener.getsockname()[:2]
     local = ipaddress.ip_address(host).is_loopback
@@ -99,6 +108,8 @@ async def _serve(
     print(f"serving {engine.name} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
     while told.empty() and engine.failed is None and not serving.done():
         await asyncio.sleep(_WATCH)
+        if stop is not None and stop.exists():  # by which the command tells its ranks
+            told.put_nowait(signal.SIGTERM)
     if engine.failed is None and not serving.done():
         await _drain(app.state.jobs, told, drain_seconds)
     if engine.failed is not None:

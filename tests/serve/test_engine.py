@@ -170,6 +170,7 @@ def test_what_cannot_be_answered(engine: Engine, prompt: Any, changes: Any, para
     [
         ({"temperature": -1}, "temperature is -1: it must be from 0 to 100"),
         ({"temperature": float("nan")}, "temperature must be a number"),
+        ({"temperature": 10**400}, "temperature must be a number"),
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
         ({"top_p": 0}, "top_p is 0: it must be above 0 to 1"),
         ({"top_p": 1.1}, "top_p is 1.1"),
