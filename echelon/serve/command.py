@@ -52,6 +52,12 @@ Reproducible = Annotated[
 Context = Annotated[
     int, typer.Option(help="Most tokens of prompt and answer; 0: the model's.", rich_help_panel=_LIMITS)
 ]
+Record = Annotated[
+    Optional[Path],
+    typer.Option(
+        help="A new folder for a record of the ranks' communication, for `echelon trace`.", rich_help_panel=_HOW
+    ),
+]
 CacheGib = Annotated[
     float, typer.Option(help="For keys and values; 0: a share of what is free.", rich_help_panel=_LIMITS)
 ]
@@ -68,6 +74,7 @@ def serve(
     quantize: Quantize = "none",
     threads: Threads = 0,
     reproducible: Reproducible = False,
+    record: Record = None,
     context: Context = 0,
     cache_gib: CacheGib = 0.0,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.", rich_help_panel=_LIMITS)] = 16,
@@ -93,7 +100,7 @@ def serve(
     options, size = _options(command, ranks)
     if api_key:
         os.environ[KEY_VARIABLE] = api_key  # and not in the command line of ranks, which anyone can see
-    _go("serve", options, size)
+    _go("serve", options, size, record)
 
 
 def generate(
@@ -111,6 +118,7 @@ def generate(
     quantize: Quantize = "none",
     threads: Threads = 0,
     reproducible: Reproducible = False,
+    record: Record = None,
     context: Context = 0,
     cache_gib: CacheGib = 0.0,
     chat: Annotated[
@@ -144,7 +152,7 @@ def generate(
         "seed": seed,
         "stop": tuple(stop or ()),
     }
-    _go("generate", options, size, {"prompt": prompt, "chat": chat, "params": how})
+    _go("generate", options, size, record, {"prompt": prompt, "chat": chat, "params": how})
 
 
 def _options(command: typer.Context, ranks: int | None) -> tuple[Options, int]:
@@ -178,8 +186,13 @@ def _options(command: typer.Context, ranks: int | None) -> tuple[Options, int]:
         fail(str(error), REFUSED)
 
 
-def _go(what: str, options: Options, size: int, more: dict[str, Any] | None = None) -> None:
+def _go(what: str, options: Options, size: int, record: Path | None, more: dict[str, Any] | None = None) -> None:
     """Here, if this is one process or already a rank; else on ranks that are started now."""
+    if record is not None:
+        if size == 1 or identity().launcher != "none":
+            fail("--record is for ranks that this command starts: use -n 2 or more", REFUSED)
+        if record.exists() and (not record.is_dir() or any(record.iterdir())):
+            fail(f"{record} exists and is not an empty folder: a record needs one of its own", REFUSED)
     if size == 1 or identity().launcher != "none":
         from echelon.serve.rank import main
 
@@ -194,5 +207,5 @@ def _go(what: str, options: Options, size: int, more: dict[str, Any] | None = No
         stop = Path(folder) / "stop"
         told = json.dumps({"what": what, "options": options.to_text(), "more": more or {}, "stop": str(stop)})
         command = [sys.executable, "-m", "echelon.serve.rank", told]
-        code = run(Job(size, command, stop=stop, stop_seconds=options.drain_seconds + 30), mpi)
+        code = run(Job(size, command, record=record, stop=stop, stop_seconds=options.drain_seconds + 30), mpi)
     raise typer.Exit(code)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def main(what: str, options: Options, more: dict[str, Any], stop: Path | None = None) -> int:
     """The exit code."""
-    listener = None
     try:
+        listener = None
         if what == "serve" and identity().rank == 0:
             from echelon.serve.server import listen
 

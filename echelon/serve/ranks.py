@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.launch.say import say
+from echelon.parallel.layout import Layout
 from echelon.serve import memory
 from echelon.serve.engine import Engine, Settings
 from echelon.serve.load import Loaded, LoadError, load
@@ -65,9 +66,7 @@ def _join(tp: int) -> dist.ProcessGroup | None:
         return None
     if not dist.is_initialized():
         dist.init_process_group("echelon")
-    if dist.get_world_size() != tp:
-        raise LoadError(f"tp is {tp}, but {dist.get_world_size()} ranks are running: start with -n {tp}")
-    return dist.group.WORLD
+    return Layout(tp=tp).build("cpu").mesh("tp").get_group()  # by that name it is recorded
 
 
 def _load(options: Options, group: dist.ProcessGroup | None) -> Loaded:

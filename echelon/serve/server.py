@@ -33,7 +33,7 @@ _WATCH = 0.2  # seconds between looks at the engine
 _LOG = logging.getLogger(__name__)
 
 
-class CannotListen(RuntimeError):
+class CannotListen(ValueError):
     """The address is not to be had."""
 
 
