@@ -35,7 +35,7 @@ from echelon.serve.slo import Pacer, Slo
 from echelon.serve.stream import Stream, collect
 from echelon.serve.text import Text, Writer
 
-_REST_SECONDS = 30.0  # after which other ranks hear that there is still nothing to do
+_REST_SECONDS = 1.0  # without anything to do, after which other ranks need not look for it
 
 Prompt = str | Sequence[int]
 _USUAL = SamplingParams()
