@@ -19,8 +19,10 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.comm.records import read as read_records
+from echelon.launch.find import find
 from echelon.models import hub
 from echelon.serve.options import OptionError, Options, read
+from tests.launch.jobs import run as start_job
 from tests.serve.models import small
 
 ECHELON = [sys.executable, "-m", "echelon.cli"]
@@ -130,6 +132,18 @@ def test_generate_from_a_folder_by_any_number_of_ranks(tmp_path: Path) -> None:
     ]
     a_step = 2 * 2 + 1  # all-reduces, of two layers and the embedding
     assert sums == [4] * a_step + [1] * (11 * a_step), "the prompt, and then a token at a time"
+
+
+@pytest.mark.parametrize("launcher", ["mpiexec", "srun"])
+def test_other_launchers_ranks_are_ours(launcher: str, request: pytest.FixtureRequest) -> None:
+    """No second launcher: `mpiexec -n 2 echelon generate …`, and srun."""
+    ours = ["generate", *TINY, "hello", "--max-tokens", "8", "--seed", "1"]
+    if launcher == "srun":
+        environment, start = request.getfixturevalue("slurm"), ["srun", "--mpi=pmi2", "-n", 2]
+    else:
+        environment, start = {}, [find().mpiexec, "-n", 2]
+    job = start_job(*start, *ECHELON, *ours, timeout=120, **ENVIRONMENT | environment)
+    assert (job.returncode, job.stdout) == (0, run(*ours).stdout), job.stderr
 
 
 @pytest.mark.parametrize(
