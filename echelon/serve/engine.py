@@ -199,12 +199,9 @@ class Engine:
         self._thread.join()
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            tokens = self.text.encode(prompt)
-        else:
-            tokens = list(prompt)
-            if not all(isinstance(token, int) and 0 <= token < self._vocabulary for token in tokens):
-                raise BadRequest(f"a prompt's tokens must be numbers from 0 to {self._vocabulary - 1}", "prompt")
+        tokens = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not all(isinstance(token, int) and 0 <= token < self._vocabulary for token in tokens):
+            raise BadRequest(f"a prompt's tokens must be numbers from 0 to {self._vocabulary - 1}", "prompt")
         if not tokens:
             raise BadRequest("the prompt is empty: it needs at least one token", "prompt")
         return tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,15 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.comm.records import read as read_records
 from echelon.launch.find import find
 from echelon.models import hub
+from echelon.serve.load import LoadError
 from echelon.serve.options import OptionError, Options, read
+from echelon.serve.ranks import engine_of
+from echelon.serve.request import BadRequest, SamplingParams
+from echelon.train.loop import Trainer
 from tests.launch.jobs import run as start_job
 from tests.serve.models import small
+from tests.train.runs import config
 
 ECHELON = [sys.executable, "-m", "echelon.cli"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -132,6 +139,31 @@ def test_generate_from_a_folder_by_any_number_of_ranks(tmp_path: Path) -> None:
     ]
     a_step = 2 * 2 + 1  # all-reduces, of two layers and the embedding
     assert sums == [4] * a_step + [1] * (11 * a_step), "the prompt, and then a token at a time"
+
+
+def train(folder: Path) -> None:
+    Trainer(config(), folder).run()
+
+
+def test_a_run_is_served_as_its_newest_checkpoint(ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run = tmp_path / "run"
+    ranks(2, train, run)
+    prompt, greedy = [1, 2, 3], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    for _ in range(2):  # written as a folder, and found there again
+        with engine_of(Options(source=str(run), cache_gib=0.001)) as engine:
+            assert engine is not None
+            [answer] = engine.generate([prompt], greedy)
+            assert engine.name == "run-step-6"
+            with pytest.raises(BadRequest, match="numbers from 0 to 63"):  # its text is bytes, and its vocabulary less
+                engine.open("hello", greedy)
+    model: Any = hub.load(run / "serving" / "step-6").eval()
+    tokens = list(prompt)
+    for _ in range(6):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    assert list(answer.choices[0].tokens) == tokens[3:]
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(LoadError, match="has no checkpoint yet"), engine_of(Options(source=str(run))):
+        pass
 
 
 @pytest.mark.parametrize("launcher", ["mpiexec", "srun"])
