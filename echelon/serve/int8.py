@@ -1,8 +1,8 @@
 """torchao's 8-bit weights, with a faster product where it has none. Imports torchao: to be imported when it is needed.
 
-Where a CPU multiplies a few rows, torchao widens the whole weight each time, which takes longer than a product with one
-that was always wide. PyTorch has a kernel that widens in registers; it is fast in bf16, and used for that alone. Many
-rows are bound by arithmetic, and one widening for all of them is the better way.
+On CPUs, in bf16: for a few rows torchao widens the whole weight each time, which takes longer than a product with one
+that was always wide. PyTorch has a kernel that widens in registers; it is fast in bf16 alone. Many rows are bound by
+arithmetic, so one widening for all of them is right, but to fp32 where the CPU has no arithmetic in bf16.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ class Int8Weight(Int8Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        if function is F.linear and _is_for_kernel(arguments[0]):
-            return _multiply(*arguments, **(named or {}))
+        if function is F.linear and arguments[0].is_cpu and arguments[0].dtype == torch.bfloat16:
+            input, *others = arguments
+            if _has_few_rows(input):
+                return _multiply(input, *others, **(named or {}))
+            if not torch.cpu._is_avx512_bf16_supported():
+                wide = super().__torch_function__(function, types, (input.float(), *others), named)
+                return wide.to(input.dtype)
         return super().__torch_function__(function, types, arguments, named)
 
 
-def _is_for_kernel(input: Tensor) -> bool:
+def _has_few_rows(input: Tensor) -> bool:
     features = input.shape[-1]
-    rows = input.numel() // features
-    return input.is_cpu and input.dtype == torch.bfloat16 and features % VECTOR == 0 and 0 < rows <= FEW
+    return features % VECTOR == 0 and 0 < input.numel() // features <= FEW
 
 
 def _multiply(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:

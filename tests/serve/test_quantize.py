@@ -19,7 +19,7 @@ from echelon.serve.quantize import KINDS, LAYERS, QuantizeError, quantize, weigh
 
 CONFIGS = {
     "gpt": GPTConfig(vocabulary=61, context=64, dim=64, layers=2, heads=4),
-    "llama": LlamaConfig(vocabulary=61, dim=64, layers=2, heads=8, kv_heads=2, mlp_dim=96, qkv_bias=True, tied=True),
+    "llama": LlamaConfig(vocabulary=61, dim=64, layers=2, heads=8, kv_heads=2, mlp_dim=80, qkv_bias=True, tied=True),
 }
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR = 0.04  # of logits, relative; what is rounded to 8 bits is wrong by about a hundredth
@@ -106,9 +106,8 @@ def errors_on_shards() -> dict[tuple[str, str, torch.dtype], float]:
     return told
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_quantizes_its_shards(ranks, size):
-    wrong = ranks(size, errors_on_shards)[0]
+def test_each_rank_quantizes_its_shards(ranks):
+    wrong = ranks(2, errors_on_shards)[0]
     assert len(wrong) == 8
     assert all(0 < each < NEAR for each in wrong.values()), wrong
 
