@@ -70,7 +70,10 @@ def _join(tp: int) -> dist.ProcessGroup | None:
 
 
 def _load(options: Options, group: dist.ProcessGroup | None) -> Loaded:
-    how: dict[str, Any] = {"precision": options.precision, "device": options.device, "group": group}
+    precision = options.precision
+    if precision == "auto" and options.quantize == "int8":
+        precision = "bf16"  # in fp32 it would save memory alone (quantize.py)
+    how: dict[str, Any] = {"precision": precision, "device": options.device, "group": group}
     if options.random:
         loaded = load(options.random, random=True, **how)
     elif (Path(options.source) / "config.toml").is_file():
