@@ -111,18 +111,14 @@ class Engine:
             pace=self._pacer,
         )
         self._writing: dict[Scheduled, _Writing] = {}
-        self._later: dict[
-            Stream, list[_Writing]
-        ] = {}  # further answers, which begin when the first one's prompt is done
+        self._later: dict[Stream, list[_Writing]] = {}  # further answers: they begin when the first has read the prompt
         self._changed = threading.Condition()
         self._is_draining = self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = _USUAL,
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = _USUAL
     ) -> list[Answer]:
         """The answers to all prompts, in their order; waits for them."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -136,12 +132,7 @@ class Engine:
                 stream.cancel()
             raise
 
-    async def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams = _USUAL,
-        priority: int = 0,
-    ) -> AsyncIterator[Piece]:
+    async def stream(self, prompt: Prompt, params: SamplingParams = _USUAL, priority: int = 0) -> AsyncIterator[Piece]:
         """The pieces of an answer; closing the iterator cancels the request."""
         stream = self.open(prompt, params, priority)
         try:
