@@ -21,6 +21,7 @@ from echelon.launch.find import NoMPI, find
 from echelon.launch.say import fail, say
 from echelon.launch.start import Job
 from echelon.launch.start import run as start
+from echelon.serve.command import generate, serve
 from echelon.trace.command import trace
 from echelon.train.command import train
 from echelon.train.data.command import data_app
@@ -88,6 +89,8 @@ def run(
 
 
 app.command()(train)
+app.command()(serve)
+app.command()(generate)
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
 app.command()(bench)

@@ -344,3 +344,10 @@ def lengths_of_files(metadata: Any) -> dict[str, int]:
     for stored in metadata.storage_data.values():
         lengths[stored.relative_path] = max(lengths.get(stored.relative_path, 0), stored.offset + stored.length)
     return lengths
+
+
+def default_store() -> Any:
+    """Where the ranks of the world tell each other things without a collective."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._get_default_store()

@@ -201,14 +201,12 @@ def _share_keys(attention: Any, mesh: DeviceMesh) -> None:
 
     `qkv` stays whole on all ranks, and each multiplies with the rows it needs; its gradient is a share of a sum.
     """
-    qkv, queries, width = attention.qkv, attention.queries_per_key, attention.head_dim
+    qkv, rows_of_a_key = attention.qkv, attention.qkv.weight.shape[0] // kv_heads_of(attention)
     sharing = mesh.size() // kv_heads_of(attention)
     head, place = divmod(mesh.get_local_rank(), sharing)
-    mine = queries // sharing
-    heads = [*range(place * mine, (place + 1) * mine), queries, queries + 1]
-    rows = torch.cat([torch.arange(width) + (head * (queries + 2) + each) * width for each in heads])
+    rows = head * rows_of_a_key + rows_of_sharer(attention, place, sharing)
     _distribute(qkv, mesh, Replicate())
-    attention.queries_per_key = mine
+    attention.queries_per_key //= sharing
 
     def of(parameter: Any) -> Tensor:
         local: Tensor = parameter.to_local(grad_placements=[Partial()])
@@ -219,6 +217,14 @@ def _share_keys(attention: Any, mesh: DeviceMesh) -> None:
         return F.linear(input.to_local(grad_placements=[Partial()]), of(qkv.weight), bias)
 
     qkv.forward = forward
+
+
+def rows_of_sharer(attention: Any, place: int, sharing: int) -> Tensor:
+    """Which of a kv head's rows in `qkv` one of its `sharing` ranks needs: its own queries, the key, the value."""
+    queries, width = int(attention.queries_per_key), int(attention.head_dim)
+    mine = queries // sharing
+    heads = torch.tensor([*range(place * mine, (place + 1) * mine), queries, queries + 1])
+    return (heads[:, None] * width + torch.arange(width)).flatten()
 
 
 def _first_row(weight: Any, mesh: DeviceMesh) -> int:
@@ -253,6 +259,18 @@ def _tied(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def check(model: nn.Module, ranks: int) -> None:
+    """Whether so many ranks can train a model that they split; the error names what they cannot."""
+    for name, module in model.named_modules():
+        dropped: Any = module.dropout if name.endswith("attention") else 0
+        if dropped:
+            raise ValueError(
+                f"attention dropout ({dropped}) is not possible with tensor parallelism: ranks hold different "
+                "heads, and what is dropped would depend on the layout. Set attention_dropout to 0, or tp to 1"
+            )
+    check_shapes(model, ranks)
+
+
+def check_shapes(model: nn.Module, ranks: int) -> None:
     """Whether so many ranks can split a model; the error names what they cannot."""
     problems: list[str] = []
 
@@ -268,11 +286,6 @@ def check(model: nn.Module, ranks: int) -> None:
             queries = keys * part.queries_per_key
             want(queries % ranks == 0, f"{queries} heads")
             want(keys % ranks == 0 or ranks % keys == 0, f"{keys} kv heads")
-            if part.dropout:
-                raise ValueError(
-                    f"attention dropout ({part.dropout}) is not possible with tensor parallelism: ranks hold different "
-                    "heads, and what is dropped would depend on the layout. Set attention_dropout to 0, or tp to 1"
-                )
         if last in ("tokens", "head") and -(-part.weight.shape[0] // ranks) * (ranks - 1) >= part.weight.shape[0]:
             want(False, f"a vocabulary of {part.weight.shape[0]}, too small for so many ranks")
         if last in ("up", "gate"):

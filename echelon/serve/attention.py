@@ -33,13 +33,14 @@ class Part(NamedTuple):
     is_last: bool  # whether the next token is wanted
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
     """Parts that are computed at once: R of them with S queries each, over P pages."""
 
     rows_RS: Tensor  # where the queries are among the step's tokens
     pages_RP: Tensor
     positions_RS: Tensor
+    unseen_R1QL: Tensor | None = None  # what hides keys from queries: the first layer makes it, for all
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,11 @@ def _unseen(group: Group, first: int, length: int, dtype: torch.dtype) -> Tensor
 
 def _over_pages(q_RGNSD: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, group: Group) -> Tensor:
     k_RGLD, v_RGLD = _select(keys_PSGD, group.pages_RP), _select(values_PSGD, group.pages_RP)
-    queries, length = q_RGNSD.shape[2:4]
-    unseen_RSL = _unseen(group, 0, k_RGLD.shape[2], q_RGNSD.dtype)
-    unseen_R1QL = unseen_RSL.unsqueeze(1) if length == 1 else unseen_RSL.repeat(1, queries, 1).unsqueeze(1)
-    out_RGQD = F.scaled_dot_product_attention(q_RGNSD.flatten(2, 3), k_RGLD, v_RGLD, attn_mask=unseen_R1QL)
+    if group.unseen_R1QL is None:
+        queries, length = q_RGNSD.shape[2:4]
+        unseen_RSL = _unseen(group, 0, k_RGLD.shape[2], q_RGNSD.dtype)
+        group.unseen_R1QL = (unseen_RSL if length == 1 else unseen_RSL.repeat(1, queries, 1)).unsqueeze(1)
+    out_RGQD = F.scaled_dot_product_attention(q_RGNSD.flatten(2, 3), k_RGLD, v_RGLD, attn_mask=group.unseen_R1QL)
     return out_RGQD.view(q_RGNSD.shape)
 
 

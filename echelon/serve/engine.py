@@ -35,7 +35,7 @@ from echelon.serve.slo import Pacer, Slo
 from echelon.serve.stream import Stream, collect
 from echelon.serve.text import Text, Writer
 
-_REST_SECONDS = 30.0  # after which other ranks hear that there is still nothing to do
+_REST_SECONDS = 1.0  # without anything to do, after which other ranks need not look for it
 
 Prompt = str | Sequence[int]
 _USUAL = SamplingParams()
@@ -111,18 +111,14 @@ class Engine:
             pace=self._pacer,
         )
         self._writing: dict[Scheduled, _Writing] = {}
-        self._later: dict[
-            Stream, list[_Writing]
-        ] = {}  # further answers, which begin when the first one's prompt is done
+        self._later: dict[Stream, list[_Writing]] = {}  # further answers: they begin when the first has read the prompt
         self._changed = threading.Condition()
         self._is_draining = self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = _USUAL,
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = _USUAL
     ) -> list[Answer]:
         """The answers to all prompts, in their order; waits for them."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -136,12 +132,7 @@ class Engine:
                 stream.cancel()
             raise
 
-    async def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams = _USUAL,
-        priority: int = 0,
-    ) -> AsyncIterator[Piece]:
+    async def stream(self, prompt: Prompt, params: SamplingParams = _USUAL, priority: int = 0) -> AsyncIterator[Piece]:
         """The pieces of an answer; closing the iterator cancels the request."""
         stream = self.open(prompt, params, priority)
         try:
@@ -199,12 +190,9 @@ class Engine:
         self._thread.join()
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            tokens = self.text.encode(prompt)
-        else:
-            tokens = list(prompt)
-            if not all(isinstance(token, int) and 0 <= token < self._vocabulary for token in tokens):
-                raise BadRequest(f"a prompt's tokens must be numbers from 0 to {self._vocabulary - 1}", "prompt")
+        tokens = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not all(isinstance(token, int) and 0 <= token < self._vocabulary for token in tokens):
+            raise BadRequest(f"a prompt's tokens must be numbers from 0 to {self._vocabulary - 1}", "prompt")
         if not tokens:
             raise BadRequest("the prompt is empty: it needs at least one token", "prompt")
         return tokens

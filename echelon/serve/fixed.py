@@ -1,8 +1,9 @@
-"""Matrix products whose rows do not depend on each other's number: the first half of the reproducible mode.
+"""Products, norms and activations whose rows do not depend on each other's number: half of the reproducible mode.
 
-A library chooses how to sum by the shape of the whole product, so a token's result changes, in its last bits, with how
-many others are in the step. Here every product is made in tiles of the same number of rows, the last one filled up: of
-a fixed shape a row's result is the same in any place of it (`check` makes sure, for this machine and each shape).
+A library chooses how to sum by the shape of the whole product, and computes the last few elements of an activation by
+another formula: so a token's result changes, in its last bits, with how many others are in the step. Here all that is
+done token by token is done in tiles of the same number of rows, the last one filled up. Of a fixed shape a row's result
+is the same in any place; `fix` makes sure of it, on this machine and for this model. (attention.py has the other half.)
 """
 
 from __future__ import annotations
@@ -13,49 +14,45 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 ROWS = 16
 
 
-def fix(model: nn.Module) -> nn.Module:
-    """Let all linear layers and the head of a model compute in tiles, in place."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.forward = partial(in_tiles, module.forward)  # type: ignore[method-assign]
-    head: Any = model.get_submodule("head")
-    project = head.project
-    head.project = lambda hidden, weight, bias: in_tiles(lambda rows: project(rows, weight, bias), hidden)
-    return model
+@torch.inference_mode()
+def fix(model: Any) -> None:
+    """Let the model compute in tiles; ValueError if a row's bits would even then depend on its place."""
+    for number, block in enumerate(model.blocks):
+        parts = {
+            "attention_norm": block.attention_norm,
+            "qkv": block.attention.qkv,
+            "out": block.attention.out,
+            "mlp_norm": block.mlp_norm,
+            "mlp": block.mlp,
+        }
+        for name, part in parts.items():
+            if not number:  # the others have the same shapes
+                _check(name, part.forward, model)
+            part.forward = partial(in_tiles, part.forward)
+    model.norm.forward = partial(in_tiles, model.norm.forward)
+    project = model.head.project
+    model.head.project = lambda hidden, weight, bias: in_tiles(lambda rows: project(rows, weight, bias), hidden)
 
 
-def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def in_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     rows_ND = x.flatten(0, -2)
-    short = -len(rows_ND) % ROWS
-    tiles = F.pad(rows_ND, (0, 0, 0, short)).split(ROWS)
-    out = torch.cat([product(tile) for tile in tiles])[: len(rows_ND)]
+    tiles = F.pad(rows_ND, (0, 0, 0, -len(rows_ND) % ROWS)).split(ROWS)
+    out = torch.cat([compute(tile) for tile in tiles])[: len(rows_ND)]
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-@torch.no_grad()
-def check(model: nn.Module) -> None:
-    """Whether a row's product has the same bits in any place of a tile, for the shapes of this model."""
-    seen = set()
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or tuple(weight.shape) in seen:
-            continue
-        seen.add(tuple(weight.shape))
-        generator = torch.Generator().manual_seed(0)
-        rows_ND = torch.randn(ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-        expected = None
-        for place in range(ROWS):
-            moved = rows_ND.roll(place, 0)
-            got = F.linear(moved, weight)[place]
-            if expected is None:
-                expected = got
-            elif not torch.equal(got, expected):
-                raise ValueError(
-                    f"{name}: on this machine a row of a {[*weight.shape]} product changes with its place among "
-                    f"{ROWS}, so answers cannot be reproducible: serve in fp32, or without --reproducible"
-                )
+def _check(name: str, compute: Callable[[Tensor], Tensor], model: Any) -> None:
+    width = model.config.dim if name != "out" else model.blocks[0].attention.out.weight.shape[1]
+    like = model.norm.weight
+    tile = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+    results = [compute(tile.roll(place, 0))[place] for place in range(ROWS)]
+    if not all(torch.equal(result, results[0]) for result in results):
+        raise ValueError(
+            f"on this machine a row of `{name}` changes with its place among {ROWS}, so answers cannot be "
+            "reproducible: try fp32, another number of threads, or do without"
+        )

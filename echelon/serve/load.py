@@ -15,6 +15,7 @@ from echelon.models.llama import LlamaConfig
 from echelon.models.model import Model
 from echelon.models.presets import MODELS, PRESETS, Config, is_causal, nearest
 from echelon.models.tokenizer import Bytes
+from echelon.parallel import shards
 from echelon.serve.text import Text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +39,7 @@ class Loaded:
 
 
 class _Babble(Bytes):
-    """For models of random weights, whose vocabulary is larger than bytes: what they say is shown as printable letters."""
+    """For random weights with a larger vocabulary than bytes: what they say is shown as printable letters."""
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(32 + token % 95) for token in tokens)
@@ -83,13 +84,12 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    fill: Callable[[Model], None],
+    fill: Callable[[Any], None],
 ) -> Model:
     with torch.device("meta"):
         model = MODELS[type(config)](config)
-    model.to(dtype).to_empty(device=device)
-    fill(model)
-    return model.requires_grad_(False)
+    loaded: Model = shards.load(model, group, fill, device=device, dtype=dtype)
+    return loaded
 
 
 def _preset(name: str) -> Config:

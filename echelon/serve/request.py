@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 Finish = Literal["stop", "length", "cancelled"]
+_HUGE = 1e300
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS = 128, 20, 16
 
 
@@ -121,7 +121,7 @@ def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float, above: bool = False) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -_HUGE < value < _HUGE:
         raise BadRequest(f"{name} must be a number, not {value!r}", name)
     if value < low or value > high or (above and value == low):
         raise BadRequest(f"{name} is {value:g}: it must be {'above' if above else 'from'} {low:g} to {high:g}", name)

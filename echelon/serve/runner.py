@@ -1,21 +1,25 @@
 """The model and its cache on this rank: computes the parts of a step, and gives the logits of those that want them.
 
 With tensor parallelism every rank has a runner over its shard of the model. The first one tells the others what to
-compute, by one broadcast a step, and alone gets the logits; the others `follow`.
+compute, by one broadcast a step, and alone gets the logits; the others `follow`. A rank that waits for a broadcast
+keeps a core busy, as MPI does; so when there is nothing to do for a while the others rest, waiting at the job's store.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.comm.torch_compat import default_store
 from echelon.serve import fixed
 from echelon.serve.attention import PagedAttention, Part, plan
 
-_END, _STEP = 0, 1
+_END, _STEP, _REST = range(3)
+_LONG = timedelta(days=365)
 _FIRST = 4096  # numbers that the first broadcast of a step holds; most steps need no second
 
 
@@ -35,11 +39,11 @@ class Runner:
         self.device = next(model.parameters()).device
         self._page_size, self._reproducible = page_size, reproducible
         self._group = group if group is not None and group.size() > 1 else None
+        self._rests, self._is_resting = 0, False
         self._layers = [PagedAttention(pages, page_size, reproducible) for _ in model.blocks]
         for block, layer in zip(model.blocks, self._layers, strict=True):
             block.attention.attend = layer
         if reproducible:
-            fixed.check(model)
             fixed.fix(model)
 
     def run(self, parts: list[Part]) -> Tensor:
@@ -49,9 +53,11 @@ class Runner:
         return self._compute(parts)
 
     def rest(self) -> None:
-        """Tell the other ranks that there is nothing to do, lest they think that this one is gone."""
-        if self._group is not None:
-            self._tell([_STEP, 0])
+        """There is nothing to do for now: the other ranks need not look for it all the time."""
+        if self._group is not None and not self._is_resting:
+            self._rests += 1
+            self._tell([_REST, self._rests])
+            self._is_resting = True
 
     def end(self) -> None:
         """Tell the other ranks to return."""
@@ -61,8 +67,10 @@ class Runner:
     def follow(self) -> None:
         """On another rank than the first: compute what it computes, until it says that this is the end."""
         while (told := self._hear())[0] != _END:
-            if parts := _unpack(told):
-                self._compute(parts)
+            if told[0] == _REST:
+                default_store().wait([_waking(told[1])], _LONG)
+            else:
+                self._compute(_unpack(told))
 
     @torch.inference_mode()
     def _compute(self, parts: list[Part]) -> Tensor:
@@ -70,10 +78,15 @@ class Runner:
         for layer in self._layers:
             layer.step = step
         hidden_1TD = self.model(step.tokens_T.unsqueeze(0), positions_S=step.positions_T, hidden=True)
+        if not len(step.last_R):
+            return torch.empty(0, 0)
         logits_RV: Tensor = self.model.head(hidden_1TD[0, step.last_R])
         return logits_RV
 
     def _tell(self, numbers: list[int]) -> None:
+        if self._is_resting:
+            default_store().set(_waking(self._rests), "")
+            self._is_resting = False
         first = [len(numbers), *numbers[: _FIRST - 1]]
         packet = torch.tensor(first + [0] * (_FIRST - len(first)))
         dist.broadcast(packet, group=self._group, group_src=0)
@@ -89,6 +102,11 @@ class Runner:
         rest = torch.empty(count - (_FIRST - 1), dtype=torch.int64)
         dist.broadcast(rest, group=self._group, group_src=0)
         return numbers + rest.tolist()
+
+
+def _waking(rest: int) -> str:
+    """The key in the store that ends a rest."""
+    return f"echelon/serve/{rest}"
 
 
 def _pack(parts: list[Part]) -> list[int]:

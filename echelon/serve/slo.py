@@ -1,7 +1,7 @@
 """Promises of latency: the largest throughput that keeps them, and an early no to what cannot be kept.
 
 How long a step takes is learned while steps are taken: a fixed part and a part for each token (least squares that
-forget slowly). How far off that may be is learned too: the worst in a hundred recent steps. From both come the most
+forget slowly). How far off that may be is learned too, from the slowest of recent steps. From both come the most
 tokens of a step that ends within the time between two tokens of an answer (`tbt`), and so how many may answer at once,
 and how long a prompt will wait for its first token (`ttft`).
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _FORGET = 0.98  # of what a step taught, after one more step
 _RECENT = 200  # steps
+_SAFETY = 1.05
 _LEAST = 16  # tokens of a step: prompts go on, whatever was promised
 
 
@@ -73,9 +74,9 @@ class Pacer:
 
     @property
     def margin(self) -> float:
-        """By how much the slowest of a hundred steps take longer than expected."""
+        """By how much the slowest of recent steps took longer than expected, and a little more."""
         ordered = sorted(self._errors)
-        return max(ordered[int(0.99 * (len(ordered) - 1))], 1.0) if ordered else 1.0
+        return _SAFETY * (max(ordered[int(0.99 * (len(ordered) - 1))], 1.0) if ordered else 1.0)
 
     def budget(self, answering: int) -> int:
         if self.slo.tbt is None or not self._each or not answering:
@@ -85,7 +86,7 @@ class Pacer:
     def most_running(self) -> int:
         if self.slo.tbt is None or not self._each:
             return self._most_tokens
-        return max(self._tokens_in_time(), 1)
+        return max(self._tokens_in_time() - _LEAST, 1)
 
     def wait(self, tokens_ahead: int, running: int, waiting: int) -> float:
         """Seconds to the first token of a prompt, with so many tokens to compute up to its last."""

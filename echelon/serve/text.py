@@ -52,6 +52,11 @@ class Text:
             names={name: text for name, text in named.items() if text is not None},
         )
 
+    @classmethod
+    def of_name(cls, tokenizer: str) -> Text:
+        """Of a tokenizer alone: `bytes`, or where a tokenizer.json is."""
+        return cls(open_tokenizer(tokenizer))
+
     def encode(self, text: str) -> list[int]:
         try:
             return self._tokenizer.encode_prompt(text)

@@ -1,0 +1,147 @@
+"""What serving costs beside the model: `python benchmarks/serve_costs.py`, on a small Llama in fp32.
+
+- reproducible: 32 requests at once, tokens a second, against the fast mode; they take turns
+- the engine's own part of a step (scheduling, sampling, text, queues), with 1, 8 and 32 requests that answer
+- the control path over two ranks: from the first rank's call to tell what a step computes, to when the other knows it;
+  half of the way there and back, since their clocks are not the same
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.launch.identity import identity
+from echelon.models import presets
+from echelon.models.llama import LlamaConfig
+from echelon.serve.attention import Part
+from echelon.serve.engine import Engine, Settings
+from echelon.serve.request import SamplingParams
+from echelon.serve.runner import Runner, _pack
+
+CONFIG = LlamaConfig(vocabulary=256, context=256, dim=384, layers=6, heads=6, kv_heads=3, mlp_dim=1024)
+REQUESTS, REPETITIONS, ROUNDS = 32, 5, 300
+OUT = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    chance = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 256, (length,), generator=chance).tolist() for _ in range(count)]
+
+
+def model() -> Any:
+    return presets.build(CONFIG).requires_grad_(False)
+
+
+def reproducible() -> dict[str, Any]:
+    """Tokens a second of each mode, and their ratio, turn by turn."""
+    engines = {
+        kind: Engine(model(), settings=Settings(cache_gib=0.25, reproducible=kind == "reproducible"))
+        for kind in ("fast", "reproducible")
+    }
+    speeds: dict[str, list[float]] = {kind: [] for kind in engines}
+    for turn in range(REPETITIONS + 1):
+        for kind, engine in engines.items():
+            began = time.perf_counter()
+            engine.generate(prompts(REQUESTS, 64 + turn), OUT)  # others each time: nothing is found in the cache
+            if turn:
+                speeds[kind].append(REQUESTS * 32 / (time.perf_counter() - began))
+    for engine in engines.values():
+        engine.close()
+    ratios = [slow / fast for slow, fast in zip(speeds["reproducible"], speeds["fast"], strict=True)]
+    medians = {kind: statistics.median(each) for kind, each in speeds.items()}
+    return {"tokens/s": medians, "share of the fast mode": statistics.median(ratios), "from and to": spread(ratios)}
+
+
+def own_part() -> dict[str, Any]:
+    """Milliseconds of a step in which everyone answers, and those of them that are not the runner's."""
+    found = {}
+    engine = Engine(model(), settings=Settings(cache_gib=0.25))
+    runs: list[float] = []
+    run = engine._runner.run
+
+    def timed(parts: list[Part]) -> torch.Tensor:
+        began = time.perf_counter()
+        logits = run(parts)
+        runs.append(time.perf_counter() - began)
+        return logits
+
+    engine._runner.run = timed  # type: ignore[method-assign]
+    for count in (1, 8, 32):
+        runs.clear()
+        began = time.perf_counter()
+        engine.generate(prompts(count, 8), SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
+        whole = time.perf_counter() - began
+        steps = len(runs)
+        found[str(count)] = {"step ms": 1e3 * whole / steps, "own ms": 1e3 * (whole - sum(runs)) / steps}
+    engine.close()
+    return found
+
+
+def control_path() -> dict[str, Any]:
+    """On two ranks."""
+    dist.init_process_group("echelon")
+    group = dist.group.WORLD
+    assert group is not None
+    runner = Runner(model(), pages=64, page_size=16, group=group)
+    found = {}
+    for count in (1, 32):
+        told = _pack([Part(100, [7], list(range(8)), True)] * count)
+        back = torch.zeros(1)
+        times = []
+        for _ in range(ROUNDS):
+            dist.barrier()
+            began = time.perf_counter()
+            if group.rank() == 0:
+                runner._tell(told)
+                dist.recv(back, 1)
+            else:
+                runner._hear()
+                dist.send(back, 0)
+            times.append(time.perf_counter() - began)
+        found[f"{count} requests, µs"] = {"median": 5e5 * statistics.median(times), "from and to": spread(times, 5e5)}
+    return found
+
+
+def spread(values: list[float], factor: float = 1.0) -> list[float]:
+    """Between which a half of them lies."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return [factor * low, factor * high]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    if identity().size == 2:
+        found = control_path()
+        if dist.get_rank() == 0:
+            print(json.dumps(found))
+        return
+    result: dict[str, Any] = {"what": (__doc__ or "").splitlines()[0], "torch": torch.__version__}
+    result |= {"threads": torch.get_num_threads(), "reproducible": reproducible(), "own part of a step": own_part()}
+    command = [sys.executable, "-m", "echelon.cli", "run", "-n", "2", __file__]
+    ranks = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    result["control path"] = json.loads(ranks.stdout.splitlines()[-1])
+    for part in ("reproducible", "own part of a step", "control path"):
+        print(part)
+        for name, value in result[part].items():
+            print(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

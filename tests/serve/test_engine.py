@@ -1,0 +1,241 @@
+"""The engine: its greedy tokens are those of `transformers`, requests come, share steps and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echelon.models import hub
+from echelon.serve.engine import Engine, Settings
+from echelon.serve.request import BadRequest, EngineFailed, Piece, Refused, SamplingParams
+from tests.serve.models import SHAPES, small
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+PROMPTS = [[7], [1, 2, 3], list(range(16)), list(range(40, 57)), list(range(100, 170))]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02, token_budget=32, most_running=8, most_waiting=20))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("reproducible", [False, True], ids=["fast", "reproducible"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_greedy_tokens_are_those_of_transformers(name: str, reproducible: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = small(name)
+    hub.save(model, tmp_path)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    settings = Settings(cache_gib=0.02, token_budget=24, most_running=3, reproducible=reproducible)
+    engine = Engine(hub.load(tmp_path), settings=settings)
+    answers = engine.generate(PROMPTS, GREEDY)
+    engine.close()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = torch.tensor([prompt])
+        how = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **how)
+        assert list(answer.choices[0].tokens) == expected[0, len(prompt) :].tolist()
+        assert answer.choices[0].finish == "length"
+
+
+def test_text_in_text_out_and_the_end_of_it(engine: Engine) -> None:
+    [answer] = engine.generate(["hello"], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+    assert answer.prompt == tuple(b"hello")
+    assert answer.text == engine.text.decode(answer.choices[0].tokens)
+    end = answer.choices[0].tokens[10]
+    first = answer.choices[0].tokens.index(end)
+    engine.text.ends, before = frozenset({end}), engine.text.ends
+    try:
+        [ended] = engine.generate(["hello"], SamplingParams(max_tokens=24, temperature=0))
+    finally:
+        engine.text.ends = before
+    assert ended.choices[0].tokens == answer.choices[0].tokens[: first + 1]
+    assert ended.choices[0].finish == "stop"
+    assert ended.text == engine.text.decode(answer.choices[0].tokens[:first])
+
+
+def test_stop_texts_are_not_part_of_the_answer(engine: Engine) -> None:
+    prompt = [*b"a stop text"]
+    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True)
+    [whole] = engine.generate([prompt], params)
+    text = whole.text
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    [cut] = engine.generate([prompt], dataclasses.replace(params, stop=("never there", stop)))
+    assert cut.text == text[: text.index(stop)]
+    assert cut.choices[0].finish == "stop"
+
+
+def test_streams_and_whole_answers_are_the_same(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=30, seed=5, n=3, logprobs=2, ignore_eos=True)
+
+    async def stream() -> list[Piece]:
+        return [piece async for piece in engine.stream("a prompt of some length, cut in pages", params)]
+
+    pieces = asyncio.run(stream())
+    [answer] = engine.generate(["a prompt of some length, cut in pages"], params)
+    assert len({choice.tokens for choice in answer.choices}) == 3
+    for index, choice in enumerate(answer.choices):
+        mine = [piece for piece in pieces if piece.index == index]
+        assert "".join(piece.text for piece in mine) == choice.text
+        assert tuple(token for piece in mine for token in piece.tokens) == choice.tokens
+        assert [piece.finish for piece in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert tuple(each.token for piece in mine for each in piece.logprobs) == choice.tokens
+    assert answer.cached == 32
+
+
+def test_logprobs_are_the_models(engine: Engine) -> None:
+    [answer] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0, logprobs=3, ignore_eos=True))
+    tokens = [1, 2, 3]
+    model = small()
+    for told in answer.choices[0].logprobs:
+        expected = model(torch.tensor([tokens]))[0, -1].log_softmax(-1)
+        assert told.logprob == pytest.approx(expected[told.token].item(), rel=1e-5)
+        values, places = expected.topk(3)
+        assert [token for token, _ in told.top] == places.tolist()
+        assert [value for _, value in told.top] == pytest.approx(values.tolist(), rel=1e-5)
+        tokens.append(told.token)
+
+
+def test_what_is_cancelled_leaves_at_once(engine: Engine) -> None:
+    async def leave_early() -> list[Piece]:
+        pieces = []
+        stream = engine.stream(list(range(30)), SamplingParams(max_tokens=90, ignore_eos=True, n=2))
+        async for piece in stream:
+            pieces.append(piece)
+            if len(pieces) == 3:
+                break
+        await stream.aclose()
+        return pieces
+
+    assert len(asyncio.run(leave_early())) == 3
+    stream = engine.open([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+    stream.cancel()
+    stream.cancel()
+    assert [piece.finish for piece in stream][-1] == "cancelled"
+    engine.generate([[1]], GREEDY)
+    assert engine.metrics.snapshot()["kv_usage"] == 0
+
+
+def test_many_threads_ask_at_once(engine: Engine) -> None:
+    alone = engine.generate(PROMPTS, GREEDY)
+    found: dict[int, list[tuple[int, ...]]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = [answer.choices[0].tokens for answer in engine.generate(PROMPTS, GREEDY)]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[number] == [answer.choices[0].tokens for answer in alone] for number in range(6))
+
+
+def test_more_prompts_than_may_wait(engine: Engine) -> None:
+    prompts = [[number, number] for number in range(60)]
+    answers = engine.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [answer.prompt for answer in answers] == [tuple(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "parameter", "why"),
+    [
+        ("", {}, "prompt", "the prompt is empty"),
+        ([], {}, "prompt", "the prompt is empty"),
+        ([256], {}, "prompt", "numbers from 0 to 255"),
+        ([-1], {}, "prompt", "numbers from 0 to 255"),
+        ([1.5], {}, "prompt", "numbers from 0 to 255"),
+        ("x" * 128, {}, "prompt", "the prompt has 128 tokens, but with its answer it may have 128"),
+        ("\ud800", {}, "prompt", "halves of characters"),
+        ("x", {"max_tokens": 128}, "max_tokens", "lower max_tokens to 127"),
+    ],
+)
+def test_what_cannot_be_answered(engine: Engine, prompt: Any, changes: Any, parameter: str, why: str) -> None:
+    with pytest.raises(BadRequest, match=why) as caught:
+        engine.open(prompt, SamplingParams(**changes))
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"temperature": -1}, "temperature is -1: it must be from 0 to 100"),
+        ({"temperature": float("nan")}, "temperature must be a number"),
+        ({"temperature": 10**400}, "temperature must be a number"),
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"top_p": 0}, "top_p is 0: it must be above 0 to 1"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_k": -1}, "top_k is -1: it must be at least 0"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"n": 0}, "n is 0: it must be from 1 to 128"),
+        ({"logprobs": 21}, "logprobs is 21"),
+        ({"seed": 2**63}, "seed is"),
+        ({"stop": ("",)}, "none of them empty"),
+        ({"stop": ("x",) * 17}, "16 are the most"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ],
+)
+def test_absurd_parameters(changes: Any, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        SamplingParams(**changes)
+
+
+def test_a_full_queue_refuses_and_drains() -> None:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02, most_running=1, most_waiting=2))
+    streams = []
+
+    def ask() -> None:
+        for _ in range(40):
+            streams.append(engine.open([1, 2], SamplingParams(max_tokens=100, ignore_eos=True)))
+
+    with pytest.raises(Refused, match="2 requests are waiting already"):
+        ask()
+    for stream in streams[1:]:
+        stream.cancel()
+    engine.drain()
+    assert [piece.finish for piece in streams[0]][-1] == "length"
+    with pytest.raises(Refused, match="shut down"):
+        engine.open([1], GREEDY)
+    engine.close()
+
+
+def test_a_failure_reaches_everyone() -> None:
+    model = small()
+    engine = Engine(model, settings=Settings(cache_gib=0.02))
+    stream = engine.open([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(iter(stream))
+    model.blocks[0].mlp.forward = lambda x: 1 / 0
+    with pytest.raises(EngineFailed, match="division by zero"):
+        list(stream)
+    with pytest.raises(EngineFailed, match="division by zero"):
+        engine.open([1], GREEDY)
+    assert isinstance(engine.failed, ZeroDivisionError)
+    engine.close()
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02))
+    stream = engine.open([1, 2], SamplingParams(max_tokens=120, ignore_eos=True))
+    engine.close()
+    with pytest.raises(EngineFailed, match="was closed"):
+        list(stream)
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="page_size=12 does not divide 128"):
+        Settings(page_size=12)
+    with pytest.raises(ValueError, match="token_budget=0: at least 1"):
+        Settings(token_budget=0)
+    with pytest.raises(ValueError, match="give it more memory"):
+        Engine(small(), settings=Settings(cache_gib=1e-6))

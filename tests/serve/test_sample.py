@@ -1,0 +1,95 @@
+"""Sampling: each filter against its definition, drawn shares against probabilities, and rows that are independent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from echelon.models import counter
+from echelon.serve.request import SamplingParams
+from echelon.serve.sample import Draw, sample
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
+DRAWS = 4000
+
+
+def drawn(params: SamplingParams, logits: torch.Tensor = LOGITS, tokens: list[int] | None = None) -> dict[int, float]:
+    """The shares of the tokens in many draws, each with a seed of its own."""
+    draws = [Draw(params, counter.name_key(seed, "0"), [0] if tokens is None else tokens, 1) for seed in range(DRAWS)]
+    found = Counter(each.token for each in sample(logits.expand(DRAWS, -1), draws))
+    return {token: count / DRAWS for token, count in found.items()}
+
+
+def check(shares: dict[int, float], expected: torch.Tensor) -> None:
+    assert set(shares) <= {token for token, share in enumerate(expected.tolist()) if share > 0}
+    for token, share in enumerate(expected.tolist()):
+        assert shares.get(token, 0.0) == pytest.approx(share, abs=4 * (share * (1 - share) / DRAWS) ** 0.5 + 1e-9)
+
+
+def test_shares_are_the_probabilities() -> None:
+    check(drawn(SamplingParams()), LOGITS.softmax(-1))
+    check(drawn(SamplingParams(temperature=2.5)), (LOGITS / 2.5).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"top_k": 1}, 1),
+        ({"top_k": 3}, 3),
+        ({"top_k": 99}, 5),
+        ({"top_p": 0.5}, 1),
+        ({"top_p": 0.7}, 2),
+        ({"top_p": 0.95}, 3),
+        ({"min_p": 0.2}, 2),
+        ({"min_p": 0.1, "top_k": 2}, 2),
+        ({"min_p": 1.0}, 1),
+    ],
+)
+def test_filters_keep_the_likeliest(changes: dict[str, Any], kept: int) -> None:
+    expected = LOGITS.clone()
+    expected[kept:] = -torch.inf
+    check(drawn(SamplingParams(**changes)), expected.softmax(-1))
+
+
+def test_no_temperature_is_the_likeliest() -> None:
+    assert drawn(SamplingParams(temperature=0)) == {0: 1.0}
+
+
+def test_penalties() -> None:
+    tokens = [3, 0, 1, 1]  # the first is the prompt's
+    repeated = LOGITS.clone()
+    repeated[[0, 1]] /= 2
+    repeated[3] *= 2
+    check(drawn(SamplingParams(repetition_penalty=2), tokens=tokens), repeated.softmax(-1))
+    present = LOGITS - torch.tensor([1.5, 1.5, 0, 0, 0])
+    check(drawn(SamplingParams(presence_penalty=1.5), tokens=tokens), present.softmax(-1))
+    frequent = LOGITS - torch.tensor([0.5, 1.0, 0, 0, 0])
+    check(drawn(SamplingParams(frequency_penalty=0.5), tokens=tokens), frequent.softmax(-1))
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    kinds = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.7, top_k=20, logprobs=2),
+        SamplingParams(top_p=0.8, repetition_penalty=1.3),
+        SamplingParams(min_p=0.02, presence_penalty=0.4),
+    ]
+    logits = torch.randn(32, 300, generator=torch.Generator().manual_seed(0)) * 3
+    draws = [Draw(kinds[row % 4], counter.name_key(row, "0"), list(range(row + 1)), 1) for row in range(32)]
+    together = sample(logits, draws)
+    for row in range(32):
+        assert sample(logits[row : row + 1], draws[row : row + 1]) == [together[row]]
+
+
+def test_the_seed_decides() -> None:
+    logits = torch.zeros(1, 1000)
+
+    def at(seed: int, place: int) -> int:
+        return sample(logits, [Draw(SamplingParams(), counter.name_key(seed, "0"), [0] * place, 1)])[0].token
+
+    assert at(1, 5) == at(1, 5)
+    assert len({at(seed, 5) for seed in range(50)}) > 40
+    assert len({at(1, place) for place in range(1, 51)}) > 40

@@ -1,0 +1,99 @@
+"""Promises of latency, with a clock of the test's own: steps take what a formula says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from echelon.serve.cache import Pages
+from echelon.serve.scheduler import Scheduler, Sequence
+from echelon.serve.slo import Pacer, Slo
+
+
+@pytest.mark.parametrize(
+    ("text", "slo"),
+    [
+        ("ttft=5s,tbt=25ms", Slo(5.0, 0.025)),
+        ("tbt=0.1s", Slo(None, 0.1)),
+        (" ttft = 300ms ", Slo(0.3, None)),
+    ],
+)
+def test_promises_are_read(text: str, slo: Slo) -> None:
+    assert Slo.parse(text) == slo
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=5", "tbt=-1s", "tbt=0s", "fast=1s", "ttft=5s;tbt=1s"])
+def test_what_is_no_promise(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a promise: write ttft=5s"):
+        Slo.parse(text)
+
+
+def test_steps_are_learned() -> None:
+    pacer = Pacer(Slo(tbt=0.05), 1000)
+    chance = random.Random(0)
+    for _ in range(300):
+        tokens = chance.randint(1, 100)
+        pacer.took(tokens, 0.010 + 0.0002 * tokens)
+    assert pacer.expected(50) == pytest.approx(0.020, rel=1e-3)
+    assert pacer.budget(10) == pytest.approx(188, abs=2), "those of 50 ms, and some to spare"
+    assert pacer.budget(0) == 1000, "where nobody answers, nobody is kept waiting"
+    assert pacer.most_running() == pacer.budget(10) - 16, "prompts go on beside them"
+
+
+def simulate(slo: Slo | None, gap: float, seed: int = 0) -> tuple[float, float, int, float]:
+    """Requests every `gap` seconds: p99 of ttft and tbt, how many were refused, and tokens a second."""
+    chance = random.Random(seed)
+    pacer = Pacer(slo or Slo(), 256)
+    scheduler = Scheduler(Pages(4000, 16), budget=256, most_running=64, pace=pacer if slo else None)
+    now, arrived, refused, written = 0.0, {}, 0, 0
+    last, ttft, tbt = {}, [], []
+    coming = [number * gap for number in range(400)]
+    while coming or scheduler.running or scheduler.waiting:
+        while coming and coming[0] <= now:
+            when = coming.pop(0)
+            length = chance.randint(20, 200)
+            live = [*scheduler.running, *scheduler.waiting]
+            ahead = length + sum(each.left for each in live if each.left > 1)
+            if slo and not pacer.can_promise(ahead, len(scheduler.running), len(scheduler.waiting)):
+                refused += 1
+                continue
+            sequence = Sequence([chance.randint(0, 9) for _ in range(length)], length + chance.randint(5, 40))
+            arrived[sequence] = when
+            scheduler.add(sequence)
+        spans = scheduler.schedule()
+        if not spans:
+            now = coming[0]
+            continue
+        tokens = sum(span.count for span in spans)
+        seconds = (0.004 + 0.0001 * tokens) * chance.uniform(0.95, 1.05)
+        now += seconds
+        pacer.took(tokens, seconds)
+        scheduler.advance(spans)
+        for span in spans:
+            if span.is_last:
+                sequence = span.sequence
+                if sequence in last:
+                    tbt.append(now - last[sequence])
+                else:
+                    ttft.append(now - arrived[sequence])
+                last[sequence] = now
+                written += 1
+                sequence.tokens.append(chance.randint(0, 9))
+                if len(sequence.tokens) == sequence.limit:
+                    scheduler.remove(sequence)
+                    pacer.ended(now)
+    return sorted(ttft)[int(0.99 * len(ttft))], sorted(tbt)[int(0.99 * len(tbt))], refused, written / now
+
+
+@pytest.mark.parametrize("gap", [0.1, 0.02, 0.005])
+def test_promises_are_kept_and_the_rest_is_refused(gap: float) -> None:
+    ttft, tbt, refused, speed = simulate(Slo(0.5, 0.012), gap)
+    assert tbt <= 0.012
+    assert ttft <= 0.5
+    assert (refused > 0) == (gap < 0.02)
+    ttft_without, tbt_without, _, speed_without = simulate(None, gap)
+    assert speed > 0.6 * speed_without
+    if gap < 0.02:
+        assert tbt_without > 0.012, "without a promise this load would have broken it"
+        assert ttft_without > 0.5

@@ -1,0 +1,96 @@
+"""Text of answers as it comes: whole characters, stop texts wherever they are cut; chats by a model's template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.models.tokenizer import Bytes
+from echelon.serve.request import BadRequest
+from echelon.serve.text import Text, Writer
+from tests.train.data.texts import write_tokenizer
+
+BYTES = Text(Bytes())
+
+
+def written(text: bytes, stops: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    writer = Writer(BYTES, stops)
+    pieces = []
+    for token in text:
+        pieces.append(writer.write(token))
+        if writer.stopped:
+            break
+    return [*pieces, writer.finish()], writer.stopped
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
+def test_pieces_make_the_text_and_none_has_half_a_character(text: str) -> None:
+    pieces, _ = written(text.encode())
+    assert "".join(pieces) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces if "\N{REPLACEMENT CHARACTER}" not in text)
+
+
+def test_bytes_that_are_no_character_do_not_hold_the_rest_up() -> None:
+    pieces, _ = written(b"\xfe" * 20 + b"abc")
+    assert "".join(pieces).endswith("abc")
+    assert any(piece for piece in pieces[:12])
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop_texts_end_it_wherever_they_begin(text: str, stops: list[str]) -> None:
+    pieces, stopped = written(text.encode(), tuple(stops))
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    assert stopped == bool(ends)
+    seen = text[: min(ends)] if ends else text  # no more than this was written when it ended
+    found = [seen.find(stop) for stop in stops if stop in seen]
+    assert "".join(pieces) == (seen[: min(found)] if found else text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path, special=("<|endoftext|>", "<|user|>", "<|end|>"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "eos_token": "<|endoftext|>",
+                "chat_template": "{% for m in messages %}{% if m.role != 'user' %}"
+                "{{ raise_exception('only users speak here') }}{% endif %}"
+                "<|user|>{{ m.content }}<|end|>{% endfor %}{{ eos_token }}",
+            }
+        )
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    return tmp_path
+
+
+def test_chats_are_written_by_the_models_template(folder: Path) -> None:
+    text = Text.of_folder(folder)
+    tokens = text.chat([{"role": "user", "content": "the law"}])
+    assert [tokens[0], *tokens[-2:]] == [1, 2, 0]
+    assert text.decode(tokens[1:-2]).strip() == "the law"
+    with pytest.raises(BadRequest, match="only users speak here"):
+        text.chat([{"role": "system", "content": "hush"}])
+
+
+def test_templates_cannot_reach_the_server(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(BadRequest, match="cannot write these messages"):
+        Text.of_folder(folder).chat([])
+
+
+def test_tokens_that_end_an_answer(folder: Path) -> None:
+    assert Text.of_folder(folder).ends == {0}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    assert Text.of_folder(folder).ends == {0, 2}
+
+
+def test_without_a_template_only_bytes_chat(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(BadRequest, match="no chat template"):
+        Text.of_folder(folder).chat([{"role": "user", "content": "hi"}])
+    tokens = BYTES.chat([{"role": "user", "content": "hi"}])
+    assert BYTES.decode(tokens) == "user: hi\nassistant:"
