@@ -2,6 +2,8 @@
 
 - reproducible: 32 requests at once, tokens a second, against the fast mode; they take turns
 - the engine's own part of a step (scheduling, sampling, text, queues), with 1, 8 and 32 requests that answer
+- promises of latency: Poisson arrivals at more than can be answered, with and without `--slo`: what was answered in
+  time, and what was refused
 - the control path over two ranks: from the first rank's call to tell what a step computes, to when the other knows it;
   half of the way there and back, since their clocks are not the same
 """
@@ -9,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -21,16 +24,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from echelon.bench.serve_load import arrivals
 from echelon.launch.identity import identity
 from echelon.models import presets
 from echelon.models.llama import LlamaConfig
 from echelon.serve.attention import Part
 from echelon.serve.engine import Engine, Settings
-from echelon.serve.request import SamplingParams
+from echelon.serve.request import Refused, SamplingParams
 from echelon.serve.runner import Runner, _pack
+from echelon.serve.slo import Slo
 
 CONFIG = LlamaConfig(vocabulary=256, context=256, dim=384, layers=6, heads=6, kv_heads=3, mlp_dim=1024)
 REQUESTS, REPETITIONS, ROUNDS = 32, 5, 300
+LOADED, ARRIVALS = 300, 40.0  # requests, and how many a second
 OUT = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 
 
@@ -88,6 +94,47 @@ def own_part() -> dict[str, Any]:
     return found
 
 
+def promises() -> dict[str, Any]:
+    """The 99th percentiles in ms, what was refused, and tokens a second, under the same arrivals."""
+    slo = Slo(ttft=2.0, tbt=0.08)
+    found: dict[str, Any] = {"promised": {"ttft ms": 2e3, "tbt ms": 80.0}}
+    for kind, promised in (("without", None), ("with", slo)):
+        engine = Engine(model(), settings=Settings(cache_gib=0.25, slo=promised))
+        engine.generate(prompts(8, 40), OUT)  # what is learned before the doors open
+        found[kind] = asyncio.run(under_load(engine))
+        engine.close()
+    return found
+
+
+async def under_load(engine: Engine) -> dict[str, Any]:
+    ttft: list[float] = []
+    tbt: list[float] = []
+    refused = 0
+
+    async def ask(prompt: list[int], when: float) -> None:
+        nonlocal refused
+        await asyncio.sleep(when)
+        last, times = time.perf_counter(), ttft
+        try:
+            async for _ in engine.stream(prompt, OUT):
+                now = time.perf_counter()
+                times.append(now - last)
+                last, times = now, tbt
+        except Refused:
+            refused += 1
+
+    began = time.perf_counter()
+    whens = arrivals(LOADED, ARRIVALS, 1.0, 0)
+    await asyncio.gather(*(ask(*each) for each in zip(prompts(LOADED, 100), whens, strict=True)))
+    seconds = time.perf_counter() - began
+    worst = {"ttft p99 ms": 1e3 * percentile(ttft), "tbt p99 ms": 1e3 * percentile(tbt)}
+    return worst | {"refused": refused, "of": LOADED, "tokens/s": (len(ttft) + len(tbt)) / seconds}
+
+
+def percentile(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
 def control_path() -> dict[str, Any]:
     """On two ranks."""
     dist.init_process_group("echelon")
@@ -130,12 +177,13 @@ def main() -> None:
         return
     result: dict[str, Any] = {"what": (__doc__ or "").splitlines()[0], "torch": torch.__version__}
     result |= {"threads": torch.get_num_threads(), "reproducible": reproducible(), "own part of a step": own_part()}
+    result["promises"] = promises()
     command = [sys.executable, "-m", "echelon.cli", "run", "-n", "2", __file__]
     ranks = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     result["control path"] = json.loads(ranks.stdout.splitlines()[-1])
-    for part in ("reproducible", "own part of a step", "control path"):
+    for part in ("reproducible", "own part of a step", "promises", "control path"):
         print(part)
         for name, value in result[part].items():
             print(f"  {name}: {json.dumps(value, ensure_ascii=False)}")

@@ -50,7 +50,8 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
-        return bytes(token for token in tokens if token not in (self.end, self.mask)).decode(errors="replace")
+        text = bytes(token for token in tokens if token < 256 and token not in (self.end, self.mask))
+        return text.decode(errors="replace")
 
 
 class FromFile:

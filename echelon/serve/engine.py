@@ -113,6 +113,7 @@ class Engine:
         self._writing: dict[Scheduled, _Writing] = {}
         self._later: dict[Stream, list[_Writing]] = {}  # further answers: they begin when the first has read the prompt
         self._changed = threading.Condition()
+        self._ended: float | None = None  # when the last step did, if another follows at once
         self._is_draining = self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -268,7 +269,7 @@ class Engine:
             self._report(tokens=0, seconds=0.0)
 
     def _step(self) -> None:
-        began = time.perf_counter()
+        began = self._ended or time.perf_counter()  # whoever answers waits from one token to the next
         scheduler = self._scheduler
         with self._changed:
             before = scheduler.counts
@@ -287,8 +288,10 @@ class Engine:
             self._changed.notify_all()  # those who wait for room, or for the end
             tokens = sum(span.count for span in spans)
             if self._pacer is not None:
-                self._pacer.took(tokens, now - began)
+                answering = sum(span.count == 1 and span.is_last for span in spans)
+                self._pacer.took(answering, tokens - answering, now - began)
             self._report(tokens, now - began)
+            self._ended = now if self._writing else None
 
     def _report(self, tokens: int, seconds: float) -> None:
         running, waiting, pages = self._scheduler.running, self._scheduler.waiting, self._scheduler.pages

@@ -20,7 +20,7 @@ from echelon.serve.attention import PagedAttention, Part, plan
 
 _END, _STEP, _REST = range(3)
 _LONG = timedelta(days=365)
-_FIRST = 4096  # numbers that the first broadcast of a step holds; most steps need no second
+_FIRST = 512  # numbers that the first broadcast of a step holds; most steps need no second
 
 
 class Runner:

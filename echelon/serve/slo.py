@@ -1,9 +1,9 @@
 """Promises of latency: the largest throughput that keeps them, and an early no to what cannot be kept.
 
-How long a step takes is learned while steps are taken: a fixed part and a part for each token (least squares that
-forget slowly). How far off that may be is learned too, from the slowest of recent steps. From both come the most
-tokens of a step that ends within the time between two tokens of an answer (`tbt`), and so how many may answer at once,
-and how long a prompt will wait for its first token (`ttft`).
+How long a step takes is learned from the steps that were taken: a fixed part, a part for each request that answers and
+one for each token of a prompt (least squares over the recent ones). How far off that may be is learned too, from the
+slowest of them. From both come the most tokens of prompts in a step that ends within the time between two tokens of an
+answer (`tbt`), how many may answer at once, and how long a prompt will wait for its first token (`ttft`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 _UNITS = {"s": 1.0, "ms": 1e-3}
-_FORGET = 0.98  # of what a step taught, after one more step
-_RECENT = 200  # steps
-_SAFETY = 1.05
-_LEAST = 16  # tokens of a step: prompts go on, whatever was promised
+_RECENT, _ENOUGH = 200, 8  # steps: learned from at most, and at least
+_SAFETY = 1.15
+_LEAST = 16  # tokens of prompts in a step: they go on, whatever was promised
 
 
 @dataclass(frozen=True)
@@ -43,24 +45,20 @@ class Pacer:
 
     def __init__(self, slo: Slo, most_tokens: int) -> None:
         self.slo, self._most_tokens = slo, most_tokens
-        self._sums = [0.0] * 5  # of weights, tokens, tokens², seconds, tokens × seconds
-        self._errors: deque[float] = deque(maxlen=_RECENT)  # seconds beside those expected
-        self._fixed, self._each = 0.0, 0.0
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=_RECENT)  # 1, answering, reading, seconds
+        self._costs: NDArray[np.float64] | None = None  # of the first three
+        self.margin = 1.0  # by how much the slowest of recent steps took longer than expected, and a little more
         self._between_ends = 0.0  # seconds
         self._last_end: float | None = None
 
-    def took(self, tokens: int, seconds: float) -> None:
-        """A step has been taken."""
-        if self._each:
-            self._errors.append(seconds / max(self.expected(tokens), 1e-9))
-        told = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
-        self._sums = [old * _FORGET + new for old, new in zip(self._sums, told, strict=True)]
-        weight, sum_t, sum_tt, sum_s, sum_ts = self._sums
-        spread = weight * sum_tt - sum_t * sum_t
-        each = (weight * sum_ts - sum_t * sum_s) / spread if spread > 1e-6 * sum_tt else 0.0
-        each = min(max(each, 0.0), sum_s / sum_t)
-        self._each = each or sum_s / sum_t  # until steps of several sizes were seen: all of it by the token
-        self._fixed = max((sum_s - self._each * sum_t) / weight, 0.0)
+    def took(self, answering: int, reading: int, seconds: float) -> None:
+        """A step has been taken: the next tokens of so many answers, and so many tokens of prompts."""
+        self._steps.append((1.0, answering, reading, seconds))
+        if len(self._steps) < _ENOUGH:
+            return
+        steps = np.array(self._steps)
+        self._costs = np.linalg.lstsq(steps[:, :3], steps[:, 3], rcond=1e-6)[0].clip(1e-9)
+        self.margin = _SAFETY * max(float(np.quantile(steps[:, 3] / (steps[:, :3] @ self._costs), 0.99)), 1.0)
 
     def ended(self, now: float) -> None:
         """An answer is complete."""
@@ -68,38 +66,31 @@ class Pacer:
             self._between_ends += 0.1 * (now - self._last_end - self._between_ends)
         self._last_end = now
 
-    def expected(self, tokens: int) -> float:
-        """Seconds of a step, usually."""
-        return self._fixed + self._each * tokens
-
-    @property
-    def margin(self) -> float:
-        """By how much the slowest of recent steps took longer than expected, and a little more."""
-        ordered = sorted(self._errors)
-        return _SAFETY * (max(ordered[int(0.99 * (len(ordered) - 1))], 1.0) if ordered else 1.0)
+    def expected(self, answering: int, reading: int) -> float:
+        """Seconds of a step, usually; 0 if nothing is known yet."""
+        return 0.0 if self._costs is None else float(self._costs @ (1.0, answering, reading))
 
     def budget(self, answering: int) -> int:
-        if self.slo.tbt is None or not self._each or not answering:
+        if self.slo.tbt is None or not answering:
             return self._most_tokens
-        return min(max(self._tokens_in_time(), answering + _LEAST), self._most_tokens)
+        if self._costs is None:
+            return min(answering + _LEAST, self._most_tokens)
+        reading = (self.slo.tbt / self.margin - self.expected(answering, 0)) / self._costs[2]
+        return int(min(answering + max(reading, _LEAST), self._most_tokens))
 
     def most_running(self) -> int:
-        if self.slo.tbt is None or not self._each:
+        if self.slo.tbt is None or self._costs is None:
             return self._most_tokens
-        return max(self._tokens_in_time() - _LEAST, 1)
+        answering = (self.slo.tbt / self.margin - self.expected(0, _LEAST)) / self._costs[1]
+        return int(min(max(answering, 1), self._most_tokens))
 
     def wait(self, tokens_ahead: int, running: int, waiting: int) -> float:
         """Seconds to the first token of a prompt, with so many tokens to compute up to its last."""
-        answering = min(running, self.most_running())
+        answering = min(running + waiting, self.most_running())  # by then those before it will answer
         a_step = max(self.budget(answering) - answering, 1)
-        steps = -(-tokens_ahead // a_step)
-        seconds = steps * self.expected(answering + min(tokens_ahead, a_step)) * self.margin
+        seconds = tokens_ahead / a_step * self.expected(answering, a_step) * self.margin
         too_many = running + waiting + 1 - self.most_running()
         return seconds + max(too_many, 0) * self._between_ends
 
     def can_promise(self, tokens_ahead: int, running: int, waiting: int) -> bool:
         return self.slo.ttft is None or self.wait(tokens_ahead, running, waiting) <= self.slo.ttft
-
-    def _tokens_in_time(self) -> int:
-        assert self.slo.tbt is not None
-        return int((self.slo.tbt / self.margin - self._fixed) / self._each)

@@ -21,6 +21,7 @@ def test_bytes_come_back(text: str) -> None:
     tokens = Bytes().encode(text.encode())
     assert Bytes().decode(tokens.tolist()) == text
     assert not {Bytes().end, Bytes().mask} & {*tokens.tolist()}
+    assert Bytes().decode([300, *tokens.tolist(), 256]) == text, "what is no byte, from a larger model, is left out"
 
 
 def test_a_tokenizer_from_a_file_or_its_folder(tmp_path: Path) -> None:
