@@ -288,7 +288,7 @@ class Engine:
             self._changed.notify_all()  # those who wait for room, or for the end
             tokens = sum(span.count for span in spans)
             if self._pacer is not None:
-                answering = sum(span.count == 1 and span.is_last for span in spans)
+                answering = sum(span.answers for span in spans)
                 self._pacer.took(answering, tokens - answering, now - began)
             self._report(tokens, now - began)
             self._ended = now if self._writing else None

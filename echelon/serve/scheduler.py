@@ -54,11 +54,16 @@ class Span:
     sequence: Sequence
     start: int
     count: int
+    is_last: bool  # whether the next token will be known
+
+    @classmethod
+    def of(cls, sequence: Sequence, count: int) -> Span:
+        return cls(sequence, sequence.computed, count, count == sequence.left)
 
     @property
-    def is_last(self) -> bool:
-        """Whether the next token will be known."""
-        return self.start + self.count == len(self.sequence.tokens)
+    def answers(self) -> bool:
+        """Whether it is the newest token of an answer (or the last one of a prompt), and not more of a prompt."""
+        return self.count == 1 and self.is_last
 
 
 class Counts(NamedTuple):
@@ -121,13 +126,13 @@ class Scheduler:
                     count = 0
             if count:
                 spare -= count if sequence.left > 1 else 0
-                spans[sequence] = Span(sequence, sequence.computed, count)
+                spans[sequence] = Span.of(sequence, count)
         while not pressed and spare > 0 and self.waiting and self._admit(self.waiting[0], spans):
             sequence = self.waiting.pop(0)
             bisect.insort(self.running, sequence, key=_order)
             count = min(sequence.left, spare)
             self._reserve(sequence, sequence.computed + count)
-            spans[sequence] = Span(sequence, sequence.computed, count)
+            spans[sequence] = Span.of(sequence, count)
             spare -= count
         return list(spans.values())
 

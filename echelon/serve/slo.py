@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _RECENT, _ENOUGH = 200, 8  # steps: learned from at most, and at least
-_SAFETY = 1.15
+_SAFETY = 1.1
 _LEAST = 16  # tokens of prompts in a step: they go on, whatever was promised
 
 
@@ -47,7 +47,7 @@ class Pacer:
         self.slo, self._most_tokens = slo, most_tokens
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_RECENT)  # 1, answering, reading, seconds
         self._costs: NDArray[np.float64] | None = None  # of the first three
-        self.margin = 1.0  # by how much the slowest of recent steps took longer than expected, and a little more
+        self._slack = 0.0  # seconds by which the slowest of recent steps took longer than expected
         self._between_ends = 0.0  # seconds
         self._last_end: float | None = None
 
@@ -58,7 +58,7 @@ class Pacer:
             return
         steps = np.array(self._steps)
         self._costs = np.linalg.lstsq(steps[:, :3], steps[:, 3], rcond=1e-6)[0].clip(1e-9)
-        self.margin = _SAFETY * max(float(np.quantile(steps[:, 3] / (steps[:, :3] @ self._costs), 0.99)), 1.0)
+        self._slack = max(float(np.quantile(steps[:, 3] - steps[:, :3] @ self._costs, 0.99)), 0.0)
 
     def ended(self, now: float) -> None:
         """An answer is complete."""
@@ -75,22 +75,26 @@ class Pacer:
             return self._most_tokens
         if self._costs is None:
             return min(answering + _LEAST, self._most_tokens)
-        reading = (self.slo.tbt / self.margin - self.expected(answering, 0)) / self._costs[2]
+        reading = (self._in_time(self.slo.tbt) - self.expected(answering, 0)) / self._costs[2]
         return int(min(answering + max(reading, _LEAST), self._most_tokens))
 
     def most_running(self) -> int:
         if self.slo.tbt is None or self._costs is None:
             return self._most_tokens
-        answering = (self.slo.tbt / self.margin - self.expected(0, _LEAST)) / self._costs[1]
+        answering = (self._in_time(self.slo.tbt) - self.expected(0, _LEAST)) / self._costs[1]
         return int(min(max(answering, 1), self._most_tokens))
 
     def wait(self, tokens_ahead: int, running: int, waiting: int) -> float:
         """Seconds to the first token of a prompt, with so many tokens to compute up to its last."""
         answering = min(running + waiting, self.most_running())  # by then those before it will answer
         a_step = max(self.budget(answering) - answering, 1)
-        seconds = tokens_ahead / a_step * self.expected(answering, a_step) * self.margin
+        seconds = tokens_ahead / a_step * self.expected(answering, a_step) * _SAFETY + self._slack
         too_many = running + waiting + 1 - self.most_running()
         return seconds + max(too_many, 0) * self._between_ends
+
+    def _in_time(self, promised: float) -> float:
+        """What a step may be expected to take so that the slowest keep the promise, too."""
+        return promised / _SAFETY - self._slack
 
     def can_promise(self, tokens_ahead: int, running: int, waiting: int) -> bool:
         return self.slo.ttft is None or self.wait(tokens_ahead, running, waiting) <= self.slo.ttft

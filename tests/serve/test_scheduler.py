@@ -56,7 +56,7 @@ class World:
     def check_spans(self, spans: list[Span]) -> None:
         assert len({id(span.sequence) for span in spans}) == len(spans)
         assert len(self.scheduler.running) <= self.most_running
-        answering = sum(span.count == 1 and span.is_last for span in spans)
+        answering = sum(span.answers for span in spans)
         assert sum(span.count for span in spans) <= max(self.budget, answering)
         for span in spans:
             assert span.sequence in self.scheduler.running
