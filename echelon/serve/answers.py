@@ -119,8 +119,8 @@ class Reply:
             offsets.append(choice.offset)
             choice.offset += len(tokens[-1])
             likely: dict[str, float] = {}
-            for token, logprob in (*each.top, (each.token, each.logprob)):
-                likely.setdefault(self._text.token(token), max(logprob, _LEAST))
+            for token, logprob in (*reversed(each.top), (each.token, each.logprob)):  # of equal texts the likelier
+                likely[self._text.token(token)] = max(logprob, _LEAST)
             likeliest.append(likely)
         own = [max(each.logprob, _LEAST) for each in logprobs]
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": likeliest, "text_offset": offsets}

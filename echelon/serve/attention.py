@@ -100,10 +100,11 @@ def plan(parts: list[Part], page_size: int, device: torch.device, reproducible: 
 class PagedAttention:
     """The cache of one layer, and attention over it. `step` is set before each step, the same for all layers."""
 
-    def __init__(self, pages: int, page_size: int, reproducible: bool) -> None:
-        self._shape, self._reproducible = (pages, page_size), reproducible
+    def __init__(self, shape: tuple[int, int, int, int], like: Tensor, reproducible: bool) -> None:
+        """`shape` is that of the keys: pages, tokens of a page, heads, features of a head."""
+        self._reproducible = reproducible
         self.step: Step | None = None
-        self.keys_PSGD = self.values_PSGD = torch.empty(0)
+        self.keys_PSGD, self.values_PSGD = like.new_zeros(shape), like.new_zeros(shape)
 
     def __call__(
         self,
@@ -130,11 +131,11 @@ class PagedAttention:
         return out_THD.transpose(0, 1).unsqueeze(0)
 
     def _write(self, step: Step, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        if not self.keys_PSGD.numel():  # its heads are known now: with tensor parallelism this rank's
-            shape = (*self._shape, *k_TGD.shape[1:])
-            self.keys_PSGD, self.values_PSGD = k_TGD.new_zeros(shape), k_TGD.new_zeros(shape)
-        self.keys_PSGD.flatten(0, 1).index_copy_(0, step.slots_T, k_TGD)
-        self.values_PSGD.flatten(0, 1).index_copy_(0, step.slots_T, v_TGD)
+        """What is not finite becomes 0. Hidden keys have weight 0, but 0 times infinity is no number: what overflowed
+        for one request would spoil whoever has its page next.
+        """
+        for cache_PSGD, new_TGD in ((self.keys_PSGD, k_TGD), (self.values_PSGD, v_TGD)):
+            cache_PSGD.flatten(0, 1).index_copy_(0, step.slots_T, new_TGD.nan_to_num(0.0, 0.0, 0.0))
 
 
 def _select(cache_PSGD: Tensor, pages_RP: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ def _over_blocks(q_RGNSD: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, group:
     tiles, keys, queries, length, dim = q_RGNSD.shape
     a_block = BLOCK // keys_PSGD.shape[1]
     short = -group.pages_RP.shape[1] % a_block
-    pages_RP = F.pad(group.pages_RP, (0, short))
+    pages_RP = torch.cat([group.pages_RP, group.pages_RP[:, :1].expand(-1, short)], 1)
     wide = torch.promote_types(q_RGNSD.dtype, torch.float32)
     q_XQD = q_RGNSD.reshape(tiles * keys, queries * length, dim)
     largest_XQ1 = torch.full((*q_XQD.shape[:2], 1), -torch.inf, dtype=wide, device=q_XQD.device)

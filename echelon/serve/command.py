@@ -204,8 +204,10 @@ def _go(what: str, options: Options, size: int, record: Path | None, more: dict[
     except NoMPI as error:
         fail(str(error), REFUSED)
     with tempfile.TemporaryDirectory(prefix="echelon-serve-") as folder:
-        stop = Path(folder) / "stop"
-        told = json.dumps({"what": what, "options": options.to_text(), "more": more or {}, "stop": str(stop)})
-        command = [sys.executable, "-m", "echelon.serve.rank", told]
+        stop = Path(folder) / "stop" if what == "serve" else None
+        told = Path(folder) / "told.json"  # and not in a command line, which anyone can see
+        says = {"what": what, "options": options.to_text(), "more": more or {}, "stop": str(stop or "")}
+        told.write_text(json.dumps(says))
+        command = [sys.executable, "-m", "echelon.serve.rank", str(told)]
         code = run(Job(size, command, record=record, stop=stop, stop_seconds=options.drain_seconds + 30), mpi)
     raise typer.Exit(code)

@@ -68,7 +68,7 @@ class _Writing:
     def __init__(self, stream: Stream, index: int, key: tuple[int, int], limit: int, priority: int, text: Text) -> None:
         self.stream, self.index, self.key = stream, index, key
         self.sequence = Scheduled(list(stream.prompt), limit, priority)
-        self.writer = Writer(text, stream.params.stop)
+        self.writer = Writer(text, stream.params.stop, stream.prompt)
         self.arrived = self.last_token = time.perf_counter()
 
     @property
@@ -97,6 +97,12 @@ class Engine:
         self.name, self.text = name, text or Text(Bytes())
         self.metrics = Metrics()
         self.failed: BaseException | None = None
+        learned = getattr(model, "positions", None) is not None
+        if learned and settings.context is not None and settings.context > model.config.context:
+            raise ValueError(
+                f"context={settings.context}, but the model has learned positions for {model.config.context} tokens: "
+                f"at most that"
+            )
         pages = memory.pages(model, settings, group)
         self._runner = Runner(
             model, pages=pages, page_size=settings.page_size, reproducible=settings.reproducible, group=group
@@ -168,7 +174,7 @@ class Engine:
         ]
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self.failed or self._has_room())
+                self._changed.wait_for(lambda: self._has_room() or self._is_over())
             self._refuse(len(tokens))
             self._begin(writings[0])
             if writings[1:]:
@@ -198,6 +204,9 @@ class Engine:
             raise BadRequest("the prompt is empty: it needs at least one token", "prompt")
         return tokens
 
+    def _is_over(self) -> bool:
+        return self.failed is not None or self._is_draining or self._is_closing
+
     def _has_room(self) -> bool:
         return len(self._scheduler.waiting) < self.settings.most_waiting
 
@@ -211,7 +220,7 @@ class Engine:
         why = ""
         if not self._has_room():
             why = f"{len(scheduler.waiting)} requests are waiting already: ask again later"
-        elif self._pacer is not None:
+        elif self._pacer is not None and (scheduler.running or scheduler.waiting):  # alone it is as fast as can be
             ahead = tokens + sum(each.left for each in (*scheduler.running, *scheduler.waiting) if each.left > 1)
             if not self._pacer.can_promise(ahead, len(scheduler.running), len(scheduler.waiting)):
                 why = f"the first token would come later than the {self._pacer.slo.ttft:g} s that are promised"
@@ -254,6 +263,9 @@ class Engine:
                 self._leave_cancelled()
                 if self._writing:
                     return True
+                self._ended = None
+                if self._pacer is not None:
+                    self._pacer.pause()
                 if not self._changed.wait(_REST_SECONDS):
                     self._runner.rest()
         return False
@@ -291,7 +303,7 @@ class Engine:
                 answering = sum(span.answers for span in spans)
                 self._pacer.took(answering, tokens - answering, now - began)
             self._report(tokens, now - began)
-            self._ended = now if self._writing else None
+            self._ended = now
 
     def _report(self, tokens: int, seconds: float) -> None:
         running, waiting, pages = self._scheduler.running, self._scheduler.waiting, self._scheduler.pages

@@ -58,7 +58,9 @@ def as_api_error(error: Exception) -> ApiError:
             kind, code = "rate_limit_error", "engine_overloaded"
             return ApiError(429, str(error), kind=kind, code=code, headers={"Retry-After": wait})
         case EngineFailed():
-            return ApiError(503, f"the engine has failed: {error}", kind="server_error", code="engine_failed")
+            return ApiError(
+                503, "the engine has failed: the server's log tells why", kind="server_error", code="engine_failed"
+            )
         case HTTPException(status_code=404 | 405 as status):
             code = "not_found" if status == 404 else "method_not_allowed"
             return ApiError(status, str(error.detail), code=code, headers=dict(error.headers or {}))

@@ -30,10 +30,14 @@ def fix(model: Any) -> None:
             "mlp_norm": block.mlp_norm,
             "mlp": block.mlp,
         }
+        if block.attention.q_norm is not None:
+            parts |= {"q_norm": block.attention.q_norm, "k_norm": block.attention.k_norm}
         for name, part in parts.items():
             if not number:  # the others have the same shapes
                 _check(name, part.forward, model)
             part.forward = partial(in_tiles, part.forward)
+    _check("norm", model.norm.forward, model)
+    _check("head", model.head, model)
     model.norm.forward = partial(in_tiles, model.norm.forward)
     project = model.head.project
     model.head.project = lambda hidden, weight, bias: in_tiles(lambda rows: project(rows, weight, bias), hidden)
@@ -47,7 +51,9 @@ def in_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _check(name: str, compute: Callable[[Tensor], Tensor], model: Any) -> None:
-    width = model.config.dim if name != "out" else model.blocks[0].attention.out.weight.shape[1]
+    attention = model.blocks[0].attention
+    widths = {"out": attention.out.weight.shape[1], "q_norm": attention.head_dim, "k_norm": attention.head_dim}
+    width = widths.get(name, model.config.dim)
     like = model.norm.weight
     tile = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     results = [compute(tile.roll(place, 0))[place] for place in range(ROWS)]

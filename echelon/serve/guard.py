@@ -43,7 +43,7 @@ class Guard:
             return None
         given = headers.get("authorization", "")
         kind, _, key = given.partition(" ")
-        if kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key):
+        if kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key):
             return None
         words = "the API key is wrong" if given else "this server needs an API key"
         message = f"{words}: send the header 'Authorization: Bearer KEY'"

@@ -11,7 +11,7 @@ from starlette.types import Receive
 
 from echelon.serve.errors import ended
 from echelon.serve.protocol import Prompt
-from echelon.serve.request import Piece, SamplingParams
+from echelon.serve.request import BadRequest, Piece, SamplingParams
 
 if TYPE_CHECKING:
     from echelon.serve.engine import Engine
@@ -53,6 +53,9 @@ class Jobs:
 
     async def open(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int) -> Job:
         """Into the engine with all of them, or with none. Must be followed by `end`."""
+        most = self._engine.settings.most_waiting
+        if len(prompts) > most:
+            raise BadRequest(f"{len(prompts)} prompts, but no more than {most} may wait here: send fewer", "prompt")
         encode = self._engine.text.encode
         tokens = [await asyncio.to_thread(encode, each) if isinstance(each, str) else each for each in prompts]
         if self.closing:

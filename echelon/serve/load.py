@@ -54,7 +54,7 @@ def load(
     group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """The model of a folder, or with `random` of a preset's name, on this rank; `group` has the ranks that share it."""
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    place = torch.device(resolve_device(device))
     if precision not in ("auto", *DTYPES):
         raise LoadError(f"precision {precision!r} is none of auto, {', '.join(DTYPES)}")
     if random:
@@ -77,6 +77,17 @@ def load(
         return Loaded(model, Text.of_folder(folder), folder.resolve().name)
     except ValueError as error:
         raise LoadError(str(error)) from None
+
+
+def resolve_device(device: str) -> str:
+    """What `auto` is here."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise LoadError(f"device {device}: PyTorch finds no GPU here")
+    if not device.startswith(("cuda", "cpu")):
+        raise LoadError(f"device {device!r} is none of auto, cpu and cuda")
+    return device
 
 
 def _build(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from echelon.launch.identity import identity
+
 if TYPE_CHECKING:
     from echelon.serve.engine import Settings
 
@@ -38,14 +40,19 @@ def page_bytes(model: Any, page_size: int) -> int:
     """Of the keys and values of all layers, on this rank."""
     per_token = 0
     for block in model.blocks:
-        attention = block.attention
-        rows = attention.qkv.weight.shape[0] // attention.head_dim
-        per_token += 2 * attention.head_dim * (rows // (attention.queries_per_key + 2))
+        per_token += 2 * block.attention.head_dim * kv_heads(block.attention)
     element: int = next(model.parameters()).element_size()
     return int(per_token * page_size * element)
+
+
+def kv_heads(attention: Any) -> int:
+    """How many of them this rank has."""
+    rows = attention.qkv.weight.shape[0] // attention.head_dim
+    return int(rows // (attention.queries_per_key + 2))
 
 
 def _free(device: torch.device) -> float:
     if device.type == "cuda":
         return _SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]
-    return _SHARE_OF_HOST * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ranks_here = identity().local_size or identity().size
+    return _SHARE_OF_HOST * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here

@@ -68,7 +68,9 @@ def read(path: Path) -> dict[str, Any]:
     """A file (TOML) of options: `source = "folder"`, `tp = 2`, … Paths are beside the file."""
     try:
         told = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} is no TOML: {error}") from None
     kinds = {field.name: type(field.default) for field in dataclasses.fields(Options)}
     for name, value in told.items():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -16,11 +17,9 @@ import torch.distributed as dist
 from echelon.comm.world import end_well
 from echelon.launch.identity import identity
 from echelon.launch.say import say
-from echelon.models.tokenizer import TokenizerError
 from echelon.serve.command import KEY_VARIABLE, REFUSED
-from echelon.serve.load import LoadError
 from echelon.serve.options import Options
-from echelon.serve.ranks import engine_of
+from echelon.serve.ranks import engine_of, join
 from echelon.serve.request import BadRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,31 +28,52 @@ if TYPE_CHECKING:
 
 def main(what: str, options: Options, more: dict[str, Any], stop: Path | None = None) -> int:
     """The exit code."""
-    try:
-        listener = None
-        if what == "serve" and identity().rank == 0:
-            from echelon.serve.server import listen
-
-            listener = listen(options.host, options.port)  # before the model is loaded: that takes a while
-        with engine_of(options) as engine:
+    with contextlib.ExitStack() as resources:
+        try:
+            listener = _listen(options) if what == "serve" else None  # before the model is loaded: that takes a while
+            engine = resources.enter_context(engine_of(options))
+        except ModuleNotFoundError as error:
+            return _refused(f"{error.name} is missing: pip install 'echelon[serve]'")
+        except ValueError as error:
+            return _refused(str(error))
+        try:
             if engine is None:
                 code = 0
             elif what == "serve":
                 code = _serve(engine, options, listener, stop)
             else:
                 code = _generate(engine, **more)
-    except (BadRequest, LoadError, TokenizerError, ValueError) as error:
-        if identity().rank == 0:
-            say(str(error))
-        code = REFUSED
-    except ModuleNotFoundError as error:
-        if identity().rank == 0:
-            say(f"{error.name} is missing: pip install 'echelon[serve]'")
-        code = REFUSED
+        except BadRequest as error:
+            return _refused(str(error))
     if dist.is_initialized() and code == 0:
         dist.destroy_process_group()
         end_well()
     return code
+
+
+def _refused(why: str) -> int:
+    rank = identity().rank
+    say(why if rank == 0 else f"rank {rank}: {why}")
+    return REFUSED
+
+
+def _listen(options: Options) -> Any:
+    """The first rank takes the address; if it cannot, all end."""
+    from echelon.serve.server import CannotListen, listen
+
+    group, listener, told = join(options), None, [""]
+    if identity().rank == 0:
+        try:
+            listener = listen(options.host, options.port)
+        except CannotListen as error:
+            told = [str(error)]
+    if group is not None:
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    if told[0] and identity().rank == 0:
+        raise CannotListen(told[0])
+    if told[0]:
+        sys.exit(REFUSED)
+    return listener
 
 
 def _serve(engine: Engine, options: Options, listener: Any, stop: Path | None) -> int:
@@ -66,6 +86,7 @@ def _serve(engine: Engine, options: Options, listener: Any, stop: Path | None) -
         max_body=int(options.max_body_mib * 2**20),
         drain_seconds=options.drain_seconds,
         stop=stop,
+        name=options.host,
     )
 
 
@@ -82,5 +103,6 @@ def _generate(engine: Engine, prompt: str, chat: bool, params: dict[str, Any]) -
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    sys.exit(main(told["what"], Options.from_text(told["options"]), told["more"], Path(told["stop"])))
+    told = json.loads(Path(sys.argv[1]).read_text())
+    stop_file = Path(told["stop"]) if told["stop"] else None
+    sys.exit(main(told["what"], Options.from_text(told["options"]), told["more"], stop_file))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from echelon.launch.say import say
 from echelon.parallel.layout import Layout
 from echelon.serve import memory
 from echelon.serve.engine import Engine, Settings
-from echelon.serve.load import Loaded, LoadError, load
+from echelon.serve.load import Loaded, LoadError, load, resolve_device
 from echelon.serve.options import Options
 from echelon.serve.quantize import quantize
 from echelon.serve.runner import Runner
@@ -34,7 +35,7 @@ def engine_of(options: Options) -> Iterator[Engine | None]:
     """The engine, on the first rank; on the others None, when it has ended. All ranks of the world call this."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    group = _join(options.tp)
+    group = join(options)
     settings = settings_of(options)
     loaded = _load(options, group)
     if group is not None and group.rank() > 0:
@@ -61,12 +62,15 @@ def settings_of(options: Options) -> Settings:
     )
 
 
-def _join(tp: int) -> dist.ProcessGroup | None:
-    if tp == 1:
+@cache
+def join(options: Options) -> dist.ProcessGroup | None:
+    """The group of the ranks that share the model; each with a GPU of its own, where they are on GPUs."""
+    if options.tp == 1:
         return None
     if not dist.is_initialized():
         dist.init_process_group("echelon")
-    return Layout(tp=tp).build("cpu").mesh("tp").get_group()  # by that name it is recorded
+    kind = torch.device(resolve_device(options.device)).type
+    return Layout(tp=options.tp).build(kind).mesh("tp").get_group()  # by that name it is recorded
 
 
 def _load(options: Options, group: dist.ProcessGroup | None) -> Loaded:
@@ -111,7 +115,7 @@ def _exported(run: Path, group: dist.ProcessGroup | None) -> tuple[str, str, str
         except (CheckpointError, ConfigError) as error:
             told = [LoadError(str(error))]
         except OSError as error:
-            told = [LoadError(f"{run} cannot be written: {error.strerror}")]
+            told = [LoadError(f"{run} cannot be read, or {_EXPORTS} in it not written: {error.strerror}")]
     if group is not None:
         dist.broadcast_object_list(told, group=group, group_src=0)
     if isinstance(told[0], LoadError):

@@ -53,7 +53,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, 1)
         _number("temperature", self.temperature, 0, 100)
-        _whole("top_k", self.top_k, 0)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
         _number("top_p", self.top_p, 0, 1, above=True)
         _number("min_p", self.min_p, 0, 1)
         _number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)

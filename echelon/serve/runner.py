@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.comm.torch_compat import default_store
-from echelon.serve import fixed
+from echelon.serve import fixed, memory
 from echelon.serve.attention import PagedAttention, Part, plan
 
 _END, _STEP, _REST = range(3)
@@ -40,7 +40,14 @@ class Runner:
         self._page_size, self._reproducible = page_size, reproducible
         self._group = group if group is not None and group.size() > 1 else None
         self._rests, self._is_resting = 0, False
-        self._layers = [PagedAttention(pages, page_size, reproducible) for _ in model.blocks]
+        self._layers = [
+            PagedAttention(
+                (pages, page_size, memory.kv_heads(block.attention), block.attention.head_dim),
+                model.norm.weight,
+                reproducible,
+            )
+            for block in model.blocks
+        ]
         for block, layer in zip(model.blocks, self._layers, strict=True):
             block.attention.attend = layer
         if reproducible:
@@ -55,6 +62,7 @@ class Runner:
     def rest(self) -> None:
         """There is nothing to do for now: the other ranks need not look for it all the time."""
         if self._group is not None and not self._is_resting:
+            default_store().delete_key(_waking(self._rests))  # of the last rest, which all have ended
             self._rests += 1
             self._tell([_REST, self._rests])
             self._is_resting = True

@@ -15,6 +15,8 @@ from torch import Tensor
 from echelon.models import counter
 from echelon.serve.request import Logprob, SamplingParams
 
+_COLD = 1e-5  # temperatures up to which only the likeliest token is drawn
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -32,7 +34,7 @@ def sample(logits_RV: Tensor, draws: list[Draw]) -> list[Logprob]:
     told_R = _logprobs(logits_RV, draws)
     logits_RV = _penalize(logits_RV, draws)
     chosen_R = logits_RV.argmax(-1)
-    chance = [row for row, draw in enumerate(draws) if draw.params.temperature > 0]
+    chance = [row for row, draw in enumerate(draws) if draw.params.temperature > _COLD]
     if chance:
         by_chance = [draws[row] for row in chance]
         chosen_R[chance] = _draw(logits_RV[chance], by_chance)
@@ -64,11 +66,11 @@ def _likeliest(logits_RV: Tensor, top_k: list[int], top_p_R1: Tensor) -> Tensor:
     """The others can no more be drawn. A token stays as long as those before it have less than `top_p` together."""
     sorted_RV, places_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     vocabulary = logits_RV.shape[1]
-    most_R1 = torch.tensor([k or vocabulary for k in top_k], device=logits_RV.device).unsqueeze(1)
+    most_R1 = torch.tensor([min(k or vocabulary, vocabulary) for k in top_k], device=logits_RV.device).unsqueeze(1)
     sorted_RV = sorted_RV.masked_fill(torch.arange(vocabulary, device=logits_RV.device) >= most_R1, -torch.inf)
     probabilities_RV = sorted_RV.softmax(-1)
     before_RV = probabilities_RV.cumsum(-1) - probabilities_RV
-    before_RV[:, 0] = 0
+    before_RV[:, 0] = -1  # the likeliest always stays
     sorted_RV = sorted_RV.masked_fill((before_RV >= top_p_R1) & (top_p_R1 < 1), -torch.inf)
     return torch.full_like(logits_RV, -torch.inf).scatter_(1, places_RV, sorted_RV)
 

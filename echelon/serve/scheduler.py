@@ -13,6 +13,7 @@ share the budget; and from its end they are pre-empted. So the first of them alw
 from __future__ import annotations
 
 import bisect
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -150,16 +151,13 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, spans: dict[Sequence, Span]) -> bool:
         """Whether it may run now, with what the cache knows of it. A more urgent one takes the place of others."""
-        while True:
-            found, content = self.pages.find(sequence.tokens)
-            missing = self.pages.needed(len(sequence.tokens)) - len(found)
-            spare = self.pages.free - self.pages.unheld(found) - missing
-            most = self._most_running if self.pace is None else min(self._most_running, self.pace.most_running())
-            if spare >= len(self.running) and len(self.running) < max(most, 1):  # a page for each that will grow
-                break
-            if not self.running or self.running[-1].priority <= sequence.priority:
+        if not self._fits(sequence):
+            less_urgent = [each for each in self.running if each.priority > sequence.priority]
+            if not self._fits(sequence, without=less_urgent):
                 return False
-            self._preempt(spans)
+            while not self._fits(sequence):
+                self._preempt(spans)
+        found, content = self.pages.find(sequence.tokens)
         self.pages.share(found)
         sequence.pages, sequence.computed = found, len(found) * self.pages.size
         sequence.named, sequence.content = len(found), content
@@ -167,6 +165,17 @@ class Scheduler:
             sequence.cached = sequence.computed
             self.counts = self.counts.plus(asked=sequence.prompt, found=sequence.computed)
         return True
+
+    def _fits(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
+        """Whether there is memory for it, and a page for each that runs and will grow; if some of those did not run."""
+        running = len(self.running) - len(without)
+        most = self._most_running if self.pace is None else min(self._most_running, self.pace.most_running())
+        found, _ = self.pages.find(sequence.tokens)
+        kept = {page for each in self.running if each not in without for page in each.pages}
+        free = self.pages.count - len(kept) if without else self.pages.free
+        shared = sum(page not in kept for page in found) if without else self.pages.unheld(found)
+        missing = self.pages.needed(len(sequence.tokens)) - len(found)
+        return free - shared - missing >= running and running < max(most, 1)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for so many of its tokens, if there are any left."""

@@ -70,11 +70,12 @@ def serve(
     max_body: int = MAX_BODY,
     drain_seconds: float = 30,
     stop: Path | None = None,
+    name: str = "",
 ) -> int:
     """Returns the exit code: 0 if it was told to end, by a signal or by the file `stop`, 1 if the engine failed. The
-    caller closes the engine.
+    caller closes the engine. `name` is what the host was asked for by, if it was.
     """
-    return asyncio.run(_serve(engine, listener, api_key, max_body, drain_seconds, stop))
+    return asyncio.run(_serve(engine, listener, api_key, max_body, drain_seconds, stop, name.lower()))
 
 
 async def _serve(
@@ -84,12 +85,13 @@ async def _serve(
     max_body: int,
     drain_seconds: float,
     stop: Path | None,
+    name: str,
 ) -> int:
     host, port = listener.getsockname()[:2]
     local = ipaddress.ip_address(host).is_loopback
     if not local and not api_key:
         say(f"everyone who reaches {host} can use this server: give it an API key, or let it listen on 127.0.0.1")
-    app = make_app(engine, api_key=api_key, max_body=max_body, names=LOCAL if local else None)
+    app = make_app(engine, api_key=api_key, max_body=max_body, names=(*LOCAL, host, name) if local else None)
     config = uvicorn.Config(
         app,
         log_level="warning",

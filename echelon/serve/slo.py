@@ -66,6 +66,10 @@ class Pacer:
             self._between_ends += 0.1 * (now - self._last_end - self._between_ends)
         self._last_end = now
 
+    def pause(self) -> None:
+        """Nothing is left to do: how long that lasts says nothing about how fast answers end."""
+        self._last_end = None
+
     def expected(self, answering: int, reading: int) -> float:
         """Seconds of a step, usually; 0 if nothing is known yet."""
         return 0.0 if self._costs is None else float(self._costs @ (1.0, answering, reading))

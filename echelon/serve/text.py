@@ -67,8 +67,12 @@ class Text:
         return self._tokenizer.decode(list(tokens))
 
     def token(self, token: int) -> str:
-        """The text of a token by itself."""
-        return self.decode([token])
+        """The text of a token inside a text: at the beginning of one, some tokenizers drop its space."""
+        return self.decode([*self._before, token])[len(self.decode(self._before)) :]
+
+    @cached_property
+    def _before(self) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(b"a")[-1:]]
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation, up to where the model's next words begin."""
@@ -86,13 +90,17 @@ class Text:
         if self._template is None and not isinstance(self._tokenizer, Bytes):
             raise BadRequest("this model has no chat template: ask for completions instead", "messages")
         try:
+            from jinja2 import TemplateError
             from jinja2.ext import loopcontrols
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError:
             raise BadRequest("chats need a package that the server lacks: pip install jinja2", "messages") from None
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _raise
-        return environment.from_string(self._template or _PLAIN_CHAT)
+        try:
+            return environment.from_string(self._template or _PLAIN_CHAT)
+        except TemplateError as error:
+            raise BadRequest(f"the model's chat template cannot be read: {error}", "messages") from None
 
 
 class Writer:
@@ -100,10 +108,10 @@ class Writer:
     stop, is kept back until that is known.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str]) -> None:
+    def __init__(self, text: Text, stops: Sequence[str], prompt: Sequence[int] = ()) -> None:
         self._text, self._stops = text, stops
-        self._tokens: list[int] = []
-        self._context = self._written = 0  # tokens: from where on they are decoded, and up to where they are written
+        self._tokens = list(prompt[-_LONGEST_CHARACTER:])  # with them the first token is decoded as it stands there
+        self._context, self._written = 0, len(self._tokens)  # from where on tokens are decoded, and written already
         self._kept = ""
         self.stopped = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from echelon.models import hub
 from echelon.serve.engine import Engine, Settings
 from echelon.serve.request import BadRequest, EngineFailed, Piece, Refused, SamplingParams
+from echelon.serve.slo import Slo
 from tests.serve.models import SHAPES, small
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -174,8 +176,9 @@ def test_what_cannot_be_answered(engine: Engine, prompt: Any, changes: Any, para
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
         ({"top_p": 0}, "top_p is 0: it must be above 0 to 1"),
         ({"top_p": 1.1}, "top_p is 1.1"),
-        ({"top_k": -1}, "top_k is -1: it must be at least 0"),
+        ({"top_k": -1}, "top_k is -1: it must be from 0"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"top_k": 2**63}, "top_k is 9223372036854775808: it must be from 0 to 2147483647"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": True}, "max_tokens must be a whole number"),
         ({"n": 0}, "n is 0: it must be from 1 to 128"),
@@ -232,7 +235,52 @@ def test_a_closed_engine_says_so() -> None:
         list(stream)
 
 
+def test_closing_wakes_those_who_wait_for_room() -> None:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02, most_running=1, most_waiting=1))
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            engine.generate([[1, 2]] * 20, SamplingParams(max_tokens=100, ignore_eos=True))
+        except (Refused, EngineFailed) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not engine.metrics.snapshot()["waiting"]:
+        time.sleep(0.01)
+    engine.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert failures
+
+
+def test_a_promise_that_was_broken_once_does_not_refuse_forever() -> None:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02, slo=Slo(ttft=0.5, tbt=0.5)))
+    engine.generate([[1, 2]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert engine._pacer is not None
+    engine._pacer.took(1, 0, 1000.0)  # the machine had stopped
+    assert not engine._pacer.can_promise(100, 1, 0)
+    for _ in range(30):
+        engine.generate([[1, 2]], SamplingParams(max_tokens=10, ignore_eos=True))
+    assert engine._pacer.can_promise(100, 1, 0), "it has learned again"
+    engine.close()
+
+
+def test_waiting_for_requests_is_no_part_of_a_step() -> None:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02, slo=Slo(ttft=0.5, tbt=0.5)))
+    stream = engine.open([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(iter(stream))
+    stream.cancel()
+    engine.drain()
+    time.sleep(0.1)
+    assert engine._ended is None
+    engine.close()
+
+
 def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="context=200, but the model has learned positions for 128"):
+        Engine(small("gpt2"), settings=Settings(cache_gib=0.02, context=200))
     with pytest.raises(ValueError, match="page_size=12 does not divide 128"):
         Settings(page_size=12)
     with pytest.raises(ValueError, match="token_budget=0: at least 1"):

@@ -39,7 +39,7 @@ def test_shares_are_the_probabilities() -> None:
     [
         ({"top_k": 1}, 1),
         ({"top_k": 3}, 3),
-        ({"top_k": 99}, 5),
+        ({"top_k": 2**31 - 1}, 5),
         ({"top_p": 0.5}, 1),
         ({"top_p": 0.7}, 2),
         ({"top_p": 0.95}, 3),
@@ -54,8 +54,10 @@ def test_filters_keep_the_likeliest(changes: dict[str, Any], kept: int) -> None:
     check(drawn(SamplingParams(**changes)), expected.softmax(-1))
 
 
-def test_no_temperature_is_the_likeliest() -> None:
-    assert drawn(SamplingParams(temperature=0)) == {0: 1.0}
+@pytest.mark.parametrize("changes", [{"temperature": 0}, {"temperature": 1e-50}, {"top_p": 1e-46}, {"top_k": 1}])
+def test_the_likeliest_alone(changes: dict[str, Any]) -> None:
+    logits = LOGITS.flip(0)
+    assert drawn(SamplingParams(**changes), logits) == {4: 1.0}
 
 
 def test_penalties() -> None:

@@ -180,6 +180,18 @@ def test_one_that_is_more_urgent_takes_the_place_of_others() -> None:
         pytest.fail("what was pre-empted has not come to its end")
 
 
+def test_nobody_is_pre_empted_in_vain() -> None:
+    world = World(pages=10, size=4, budget=100, most_running=4)
+    first, less_urgent = Sequence(tokens(20), 24), Sequence(tokens(8, 50), 16, priority=1)
+    for sequence in (first, less_urgent):
+        world.scheduler.add(sequence)
+    world.step(0)
+    world.scheduler.add(Sequence(tokens(30, 100), 32))  # which will not fit before the first has ended
+    world.step(0)
+    assert world.scheduler.running == [first, less_urgent]
+    assert world.scheduler.counts.preempted == 0
+
+
 def test_what_never_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="17 tokens never fit into a cache of 16"):
         World(pages=4, size=4, budget=4, most_running=1).scheduler.add(Sequence(tokens(3), 17))

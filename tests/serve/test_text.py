@@ -50,6 +50,30 @@ def test_stop_texts_end_it_wherever_they_begin(text: str, stops: list[str]) -> N
     assert "".join(pieces) == (seen[: min(found)] if found else text)
 
 
+class Spaced:
+    """As Llama 2's: a word has its space before it, which is dropped where a text begins."""
+
+    name = identity = "spaced"
+    vocabulary, end, mask = 3, None, None
+    words = ("▁once", "▁a", "a")
+
+    def encode(self, text: bytes) -> list[int]:  # type: ignore[override]
+        return [2]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [0]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.words[token] for token in tokens).replace("▁", " ").removeprefix(" ")
+
+
+def test_the_first_space_of_an_answer_is_kept() -> None:
+    text = Text(Spaced())  # type: ignore[arg-type]
+    writer = Writer(text, (), [0])
+    assert [writer.write(1), writer.write(1), writer.write(2)] == [" a", " a", "a"]
+    assert [text.token(token) for token in (0, 1, 2)] == [" once", " a", "a"]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_tokenizer(tmp_path, special=("<|endoftext|>", "<|user|>", "<|end|>"))
@@ -79,6 +103,12 @@ def test_chats_are_written_by_the_models_template(folder: Path) -> None:
 def test_templates_cannot_reach_the_server(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(BadRequest, match="cannot write these messages"):
+        Text.of_folder(folder).chat([])
+
+
+def test_a_template_that_cannot_be_read(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% generation %}")
+    with pytest.raises(BadRequest, match="chat template cannot be read"):
         Text.of_folder(folder).chat([])
 
 
