@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -194,7 +193,7 @@ def test_a_stream_ends_when_its_client_leaves(client: openai.OpenAI, server: Ser
     before = server.live()["finished"]["abort"]
     with client.completions.create(model=MODEL, stream=True, prompt="a", max_tokens=4000, extra_body=ANY) as stream:
         next(iter(stream))
-        assert server.live()["running"] == 1
+        until(lambda: server.live()["running"] == 1)
     until(lambda: server.live()["finished"]["abort"] == before + 1)
     until(lambda: is_idle(server))
 
@@ -272,22 +271,22 @@ def test_a_body_may_not_be_too_large(is_chunked: bool) -> None:
 
 
 def test_too_much_to_do_is_told_with_when_to_ask_again() -> None:
-    with served(tiny_engine(most_running=1, most_waiting=1)) as busy:
-        answers: list[httpx2.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(busy.post("/v1/completions", {**LONG, "n": 1})))
-        asking.start()
-        until(lambda: busy.live()["running"] == 1)
-        answer = busy.post("/v1/completions", {**LONG, "prompt": ["a", "b", "c"]})
+    with served(tiny_engine(most_running=1, most_waiting=2)) as busy, ThreadPoolExecutor(2) as pool:
+        live = [pool.submit(busy.post, "/v1/completions", {**LONG, "n": 1}) for _ in range(2)]
+        until(lambda: (busy.live()["running"], busy.live()["waiting"]) == (1, 1))
+        answer = busy.post("/v1/completions", {**LONG, "prompt": ["a", "b"]})
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
         assert "waiting already" in answer.json()["error"]["message"]
-        until(lambda: busy.live()["waiting"] == 0)  # none of the three was kept
+        until(lambda: busy.live()["waiting"] == 1)  # neither of the two was kept
         error = openai.OpenAI(base_url=f"{busy.url}/v1", api_key="-", max_retries=0)
         with pytest.raises(openai.RateLimitError):
-            error.completions.create(model=MODEL, prompt=["a", "b", "c"])
+            error.completions.create(model=MODEL, prompt=["a", "b"])
+        never = busy.post("/v1/completions", {**LONG, "prompt": ["a", "b", "c"]})
+        assert never.status_code == 400
+        assert "no more than 2 may wait here" in never.json()["error"]["message"]
         drain(busy, 0)
-        asking.join()
-        assert answers[0].status_code == 503
+        assert [each.result().status_code for each in live] == [503, 503]
 
 
 def drain(server: Served, seconds: float) -> int:  # noqa: F811
@@ -327,7 +326,7 @@ def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             next(iter(stream))
             until(lambda: failing.live()["running"] == 2)
             monkeypatch.setattr(failing.engine._runner, "run", lambda parts: 1 / 0)
-            with pytest.raises(openai.APIError, match="division by zero"):
+            with pytest.raises(openai.APIError, match="the engine has failed: the server"):
                 list(stream)
         for answer in (live.result(), failing.post("/v1/completions", LONG), failing.plain.get("/health")):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
@@ -444,7 +443,7 @@ def test_a_server_ends_with_its_engine(process: Process) -> None:
     assert process.ask(10).status_code == 503
     *said, last = process.said_until("ended with")
     assert any("ZeroDivisionError" in line for line in said)
-    assert "echelon: the engine failed, so the server ends: division by zero" in said
+    assert "echelon: the engine failed, so the server ends: the engine has failed: the server" in said
     assert last == "ended with 1"
 
 
