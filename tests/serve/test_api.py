@@ -443,7 +443,7 @@ def test_a_server_ends_with_its_engine(process: Process) -> None:
     assert process.ask(10).status_code == 503
     *said, last = process.said_until("ended with")
     assert any("ZeroDivisionError" in line for line in said)
-    assert "echelon: the engine failed, so the server ends: the engine has failed: the server" in said
+    assert "echelon: the engine failed, so the server ends: division by zero" in said
     assert last == "ended with 1"
 
 
