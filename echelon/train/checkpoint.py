@@ -7,7 +7,9 @@ layout: any layout reads the boxes it needs. A run's own checkpoints are trusted
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import threading
 import time
@@ -222,4 +224,6 @@ def _reasons(error: BaseException) -> str:
 
 
 def _reason(error: BaseException) -> str:
+    if "inline_container" in str(error):  # where PyTorch forgets what the system said
+        return f"a write failed inside PyTorch, as on a full disk ({os.strerror(errno.ENOSPC)}): {error}"
     return f"{type(error).__name__}: {error}"

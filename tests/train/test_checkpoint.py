@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shutil
 import subprocess
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.parallel import data
-from echelon.train.checkpoint import CheckpointError, complete, difference
+from echelon.train.checkpoint import CheckpointError, _reason, complete, difference
 from tests.launch.jobs import echelon
 from tests.parallel.matrix import Row, row
 from tests.train.checkpoints import LEG, Training, alone, leg
@@ -250,10 +252,24 @@ def full(folder: Path) -> None:
         CheckpointError, match=rf"step 2 could not be saved in {folder}, where \d+ bytes .*step 1"
     ) as told:
         training.checkpoints.wait()
-    assert "No space left on device" in str(told.value)
+    assert "No space left on device" in str(told.value), str(told.value)
     assert complete(folder) == [1]
     assert training.checkpoints.load() == {"step": 1}
     training.checkpoints.close()
+
+
+class FullFile(io.RawIOBase):
+    def writable(self) -> bool:
+        return True
+
+    def write(self, _: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_pytorchs_words_for_a_full_disk_are_explained():
+    with pytest.raises(RuntimeError) as theirs:
+        torch.save(torch.zeros(1000), FullFile())
+    assert "No space left on device" in _reason(theirs.value)
 
 
 def test_full_disk(ranks, small_disk):
