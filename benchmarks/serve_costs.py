@@ -29,9 +29,10 @@ from echelon.launch.identity import identity
 from echelon.models import presets
 from echelon.models.llama import LlamaConfig
 from echelon.serve.attention import Part
-from echelon.serve.engine import Engine, Settings
+from echelon.serve.engine import Engine
 from echelon.serve.request import Refused, SamplingParams
 from echelon.serve.runner import Runner, _pack
+from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
 
 CONFIG = LlamaConfig(vocabulary=256, context=256, dim=384, layers=6, heads=6, kv_heads=3, mlp_dim=1024)

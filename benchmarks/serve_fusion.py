@@ -35,9 +35,10 @@ from echelon.bench.serve import drive
 from echelon.bench.serve_load import RandomLoad, Request, arrivals, random_requests
 from echelon.bench.serve_target import Chunk, InProcess, Target, Usage
 from echelon.models import hub
-from echelon.serve.engine import Engine, Settings
+from echelon.serve.engine import Engine
 from echelon.serve.load import load
 from echelon.serve.request import SamplingParams
+from echelon.serve.settings import Settings
 
 MODEL = "llama-tiny"
 LOAD = RandomLoad(input_tokens=24, output_tokens=24, spread=0.75)

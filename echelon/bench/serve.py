@@ -140,13 +140,19 @@ async def _open(options: ServeOptions, clock: Clock) -> Target:
 
 def _in_process(options: ServeOptions, clock: Clock) -> Target:
     """What imports torch is imported here: who asks a server does not wait for it."""
-    from echelon.serve.engine import Engine, Settings
-    from echelon.serve.load import load
+    from echelon.serve.options import Options
+    from echelon.serve.ranks import open_engine
 
-    source, random = options.in_process or options.weights, bool(options.weights)
-    found = load(source, random=random, precision=options.precision, device=options.device)
-    settings = Settings(most_waiting=max(options.num_prompts, Settings.most_waiting))
-    engine = Engine(found.model, found.text, settings, name=found.name)
+    engine = open_engine(
+        Options(
+            source=options.in_process,
+            random=options.weights,
+            precision=options.precision,
+            device=options.device,
+            most_waiting=max(options.num_prompts, Options.most_waiting),
+        )
+    )
+    assert engine is not None  # there are no other ranks
     return InProcess(engine, options.sampling, clock, chat=options.backend == "openai-chat")
 
 

@@ -134,7 +134,7 @@ class Events(Response):
         try:
             await unless_gone(receive, self._send(send))
         except Gone:
-            pass
+            pass  # nobody is left to be told
         finally:
             self._jobs.end(self._job)
 

@@ -15,7 +15,6 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from echelon.models import counter
 from echelon.models.tokenizer import Bytes
 from echelon.serve import memory
-from echelon.serve.attention import BLOCK, Part
+from echelon.serve.attention import Part
 from echelon.serve.cache import Pages
 from echelon.serve.metrics import Metrics
 from echelon.serve.request import Answer, BadRequest, EngineFailed, Finish, Logprob, Piece, Refused, SamplingParams
@@ -31,7 +30,8 @@ from echelon.serve.runner import Runner
 from echelon.serve.sample import Draw, sample
 from echelon.serve.scheduler import Scheduler, Span
 from echelon.serve.scheduler import Sequence as Scheduled
-from echelon.serve.slo import Pacer, Slo
+from echelon.serve.settings import Settings
+from echelon.serve.slo import Pacer
 from echelon.serve.stream import Stream, collect
 from echelon.serve.text import Text, Writer
 
@@ -39,27 +39,6 @@ _REST_SECONDS = 1.0  # without anything to do, after which other ranks need not 
 
 Prompt = str | Sequence[int]
 _USUAL = SamplingParams()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How an engine works; the defaults are for most."""
-
-    page_size: int = 16  # tokens
-    cache_gib: float | None = None  # memory for keys and values on each rank; None: a share of what is free
-    context: int | None = None  # most tokens of a prompt with its answer; None: the model's
-    token_budget: int = 512  # most tokens of a step
-    most_running: int = 64  # requests in a step
-    most_waiting: int = 1024  # requests; more are refused
-    reproducible: bool = False  # whether an answer's bits depend on nothing but its request
-    slo: Slo | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("page_size", "token_budget", "most_running", "most_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
-        if BLOCK % self.page_size:
-            raise ValueError(f"page_size={self.page_size} does not divide {BLOCK}: use 8, 16, 32 or 64")
 
 
 class _Writing:
@@ -98,7 +77,7 @@ class Engine:
         self.metrics = Metrics()
         self.failed: BaseException | None = None
         learned = getattr(model, "positions", None) is not None
-        if learned and settings.context is not None and settings.context > model.config.context:
+        if learned and settings.context > model.config.context:
             raise ValueError(
                 f"context={settings.context}, but the model has learned positions for {model.config.context} tokens: "
                 f"at most that"

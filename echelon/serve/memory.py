@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from echelon.launch.identity import identity
-
-if TYPE_CHECKING:
-    from echelon.serve.engine import Settings
+from echelon.serve.settings import Settings
 
 _SHARE_OF_HOST, _SHARE_OF_GPU = 0.2, 0.85  # of what is free: a host has others to serve
 
@@ -20,7 +18,7 @@ def pages(model: Any, settings: Settings, group: dist.ProcessGroup | None) -> in
     """At most as many as all requests that run at once can fill."""
     a_page = page_bytes(model, settings.page_size)
     device = next(model.parameters()).device
-    room = _free(device) if settings.cache_gib is None else settings.cache_gib * 2**30
+    room = settings.cache_gib * 2**30 or _free(device)
     context = settings.context or model.config.context
     useful = settings.most_running * -(-context // settings.page_size)
     count = min(int(room // a_page), useful)

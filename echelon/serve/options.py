@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.models.presets import nearest
+from echelon.serve.settings import Settings
+from echelon.serve.slo import Slo
 
 QUANTIZED = ("none", "int8", "int8-dynamic")
 
@@ -29,14 +31,14 @@ class Options:
     device: str = "auto"
     quantize: str = "none"
     threads: int = 0  # 0: as PyTorch thinks best
-    context: int = 0  # 0: the model's
-    cache_gib: float = 0.0  # 0: a share of what is free
-    page_size: int = 16
-    token_budget: int = 512
-    most_running: int = 64
-    most_waiting: int = 1024
-    reproducible: bool = False
-    slo: str = ""
+    context: int = Settings.context
+    cache_gib: float = Settings.cache_gib
+    page_size: int = Settings.page_size
+    token_budget: int = Settings.token_budget
+    most_running: int = Settings.most_running
+    most_waiting: int = Settings.most_waiting
+    reproducible: bool = Settings.reproducible
+    slo: str = ""  # as `Slo.parse` reads it
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_mib: float = 8.0
@@ -49,12 +51,20 @@ class Options:
             )
         if self.quantize not in QUANTIZED:
             raise OptionError(f"quantize {self.quantize!r} is none of {', '.join(QUANTIZED)}")
-        for name in ("tp", "page_size", "token_budget", "most_running", "most_waiting"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}: at least 1 is needed")
-        for name in ("threads", "context", "cache_gib", "max_body_mib", "drain_seconds"):
+        if self.tp < 1:
+            raise OptionError(f"tp is {self.tp}: at least 1 is needed")
+        for name in ("threads", "max_body_mib", "drain_seconds"):
             if getattr(self, name) < 0:
                 raise OptionError(f"{name} is {getattr(self, name)}: it cannot be negative")
+        try:
+            self.settings()
+        except ValueError as error:
+            raise OptionError(str(error)) from None
+
+    def settings(self) -> Settings:
+        """The engine's part of them."""
+        limits = {field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)}
+        return Settings(**limits | {"slo": Slo.parse(self.slo) if self.slo else None})
 
     def to_text(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -7,13 +7,13 @@ has not is refused too, unless its value asks for nothing.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic_core import from_json
 
+from echelon.models.presets import nearest
 from echelon.serve.errors import ApiError
 from echelon.serve.request import BadRequest, SamplingParams
 
@@ -129,9 +129,9 @@ def _refuse_unknown(body: Body, known: frozenset[str]) -> None:
             if value is not None and value not in _NOTHING[name]:
                 raise BadRequest(f"{name} is not supported by this server: leave it out", name)
             continue
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
-        raise BadRequest(f"there is no parameter {name!r}: {hint}", name)
+        raise BadRequest(
+            f"there is no parameter {name!r}{nearest(name, known)}; there are {', '.join(sorted(known))}", name
+        )
 
 
 def _params(body: Body, **given: Any) -> SamplingParams:

@@ -19,7 +19,7 @@ from echelon.launch.identity import identity
 from echelon.launch.say import say
 from echelon.serve.command import KEY_VARIABLE, REFUSED
 from echelon.serve.options import Options
-from echelon.serve.ranks import engine_of, join
+from echelon.serve.ranks import join, open_engine
 from echelon.serve.request import BadRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,23 +28,20 @@ if TYPE_CHECKING:
 
 def main(what: str, options: Options, more: dict[str, Any], stop: Path | None = None) -> int:
     """The exit code."""
-    with contextlib.ExitStack() as resources:
-        try:
-            listener = _listen(options) if what == "serve" else None  # before the model is loaded: that takes a while
-            engine = resources.enter_context(engine_of(options))
-        except ModuleNotFoundError as error:
-            return _refused(f"{error.name} is missing: pip install 'echelon[serve]'")
-        except ValueError as error:
-            return _refused(str(error))
-        try:
-            if engine is None:
-                code = 0
-            elif what == "serve":
-                code = _serve(engine, options, listener, stop)
-            else:
-                code = _generate(engine, **more)
-        except BadRequest as error:
-            return _refused(str(error))
+    try:
+        listener = _listen(options) if what == "serve" else None  # before the model is loaded: that takes a while
+        engine = open_engine(options)
+    except ModuleNotFoundError as error:
+        return _refused(f"{error.name} is missing: pip install 'echelon[serve]'")
+    except ValueError as error:
+        return _refused(str(error))
+    code = 0
+    if engine is not None:
+        with contextlib.closing(engine):
+            try:
+                code = _serve(engine, options, listener, stop) if what == "serve" else _generate(engine, **more)
+            except BadRequest as error:
+                return _refused(str(error))
     if dist.is_initialized() and code == 0:
         dist.destroy_process_group()
         end_well()

@@ -6,9 +6,7 @@ rank then reads its own slices of it.
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,47 +17,28 @@ import torch.distributed as dist
 from echelon.launch.say import say
 from echelon.parallel.layout import Layout
 from echelon.serve import memory
-from echelon.serve.engine import Engine, Settings
+from echelon.serve.engine import Engine
 from echelon.serve.load import Loaded, LoadError, load, resolve_device
 from echelon.serve.options import Options
 from echelon.serve.quantize import quantize
 from echelon.serve.runner import Runner
-from echelon.serve.slo import Slo
+from echelon.serve.settings import Settings
 from echelon.serve.text import Text
 
 _EXPORTS = "serving"  # a folder of a run
 
 
-@contextlib.contextmanager
-def engine_of(options: Options) -> Iterator[Engine | None]:
-    """The engine, on the first rank; on the others None, when it has ended. All ranks of the world call this."""
+def open_engine(options: Options) -> Engine | None:
+    """The engine, on the first rank; on the others None, when it was closed. All ranks of the world call this."""
     if options.threads:
         torch.set_num_threads(options.threads)
     group = join(options)
-    settings = settings_of(options)
+    settings = options.settings()
     loaded = _load(options, group)
     if group is not None and group.rank() > 0:
         _follow(loaded.model, settings, group)
-        yield None
-        return
-    engine = Engine(loaded.model, loaded.text, settings, name=loaded.name, group=group)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def settings_of(options: Options) -> Settings:
-    return Settings(
-        page_size=options.page_size,
-        cache_gib=options.cache_gib or None,
-        context=options.context or None,
-        token_budget=options.token_budget,
-        most_running=options.most_running,
-        most_waiting=options.most_waiting,
-        reproducible=options.reproducible,
-        slo=Slo.parse(options.slo) if options.slo else None,
-    )
+        return None
+    return Engine(loaded.model, loaded.text, settings, name=loaded.name, group=group)
 
 
 @cache

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.serve.engine import Engine, Settings
+from echelon.serve.engine import Engine
 from echelon.serve.request import SamplingParams
+from echelon.serve.settings import Settings
 from tests.serve.models import SHAPES, small
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -18,8 +18,9 @@ import uvicorn
 from echelon.models.llama import LlamaConfig
 from echelon.models.presets import build
 from echelon.serve.api import make_app
-from echelon.serve.engine import Engine, Settings
+from echelon.serve.engine import Engine
 from echelon.serve.server import listen
+from echelon.serve.settings import Settings
 
 MODEL = "tiny"
 

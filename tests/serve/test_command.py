@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ from echelon.cli import app
 from echelon.comm.records import read as read_records
 from echelon.launch.find import find
 from echelon.models import hub
+from echelon.serve.command import serve
 from echelon.serve.load import LoadError
 from echelon.serve.options import OptionError, Options, read
-from echelon.serve.ranks import engine_of
+from echelon.serve.ranks import open_engine
 from echelon.serve.request import BadRequest, SamplingParams
 from echelon.train.loop import Trainer
 from tests.launch.jobs import run as start_job
@@ -150,8 +153,9 @@ def test_a_run_is_served_as_its_newest_checkpoint(ranks, tmp_path: Path) -> None
     ranks(2, train, run)
     prompt, greedy = [1, 2, 3], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     for _ in range(2):  # written as a folder, and found there again
-        with engine_of(Options(source=str(run), cache_gib=0.001)) as engine:
-            assert engine is not None
+        engine = open_engine(Options(source=str(run), cache_gib=0.001))
+        assert engine is not None
+        with closing(engine):
             [answer] = engine.generate([prompt], greedy)
             assert engine.name == "run-step-6"
             with pytest.raises(BadRequest, match="numbers from 0 to 63"):  # its text is bytes, and its vocabulary less
@@ -162,8 +166,8 @@ def test_a_run_is_served_as_its_newest_checkpoint(ranks, tmp_path: Path) -> None
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     assert list(answer.choices[0].tokens) == tokens[3:]
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(LoadError, match="has no checkpoint yet"), engine_of(Options(source=str(run))):
-        pass
+    with pytest.raises(LoadError, match="has no checkpoint yet"):
+        open_engine(Options(source=str(run)))
 
 
 @pytest.mark.parametrize("launcher", ["mpiexec", "srun"])
@@ -217,6 +221,13 @@ def test_options_from_a_file(tmp_path: Path) -> None:
             read(file)
     options = Options(random="gpt2", slo="tbt=1s", cache_gib=0.5)
     assert Options.from_text(options.to_text()) == options
+
+
+def test_flags_have_the_options_own_defaults() -> None:
+    """They are written out in command.py, which must not wait for torch."""
+    flags = {name: parameter.default for name, parameter in inspect.signature(serve).parameters.items()}
+    shared = {field.name: field.default for field in dataclasses.fields(Options) if field.name != "tp"}
+    assert {name: flags[name] for name in shared} == shared
 
 
 def test_flags_come_before_the_file(tmp_path: Path) -> None:

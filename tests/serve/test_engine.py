@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from echelon.models import hub
-from echelon.serve.engine import Engine, Settings
+from echelon.serve.engine import Engine
 from echelon.serve.request import BadRequest, EngineFailed, Piece, Refused, SamplingParams
+from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
 from tests.serve.models import SHAPES, small
 

@@ -137,7 +137,7 @@ def test_every_wrong_request_is_answered_with_what_is_wrong(server: Served) -> N
 @pytest.mark.parametrize(
     ("path", "more", "parameter", "words"),
     [
-        (COMPLETION, {"temprature": 1}, "temprature", "did you mean temperature?"),
+        (COMPLETION, {"temprature": 1}, "temprature", "(did you mean 'temperature'?)"),
         (COMPLETION, {"temperature": -1}, "temperature", "temperature is -1: it must be from 0 to 100"),
         (COMPLETION, {"prompt": "x" * 5000}, "prompt", "the prompt has 5000 tokens"),
         (COMPLETION, {"max_tokens": 4096}, "max_tokens", "lower max_tokens to 4095"),

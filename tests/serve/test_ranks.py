@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from echelon.parallel import shards
 from echelon.serve import memory
-from echelon.serve.engine import Engine, Settings
+from echelon.serve.engine import Engine
 from echelon.serve.request import SamplingParams
 from echelon.serve.runner import Runner
+from echelon.serve.settings import Settings
 from tests.serve.models import small
 
 SETTINGS = Settings(cache_gib=0.002, token_budget=24, most_running=4)
