@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 handlers = [InitProcessGroupKwargs(backend=sys.argv[1])] if len(sys.argv) > 1 else []
 accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+kept = dist.group.WORLD  # Gloo aborts the process when the last reference to a group goes inside a callback of its own
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
@@ -27,3 +29,5 @@ if accelerator.is_main_process:
     parameters = [p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
     print("RESULT", json.dumps({"backend": dist.get_backend(), "losses": losses.tolist(), "parameters": parameters}))
 accelerator.end_training()
+if handlers:
+    time.sleep(0.2)  # PyTorch's own group aborts if its threads still hold tensors at exit (pytorch#179291)
