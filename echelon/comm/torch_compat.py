@@ -338,6 +338,20 @@ def sum_gradients(module: Any) -> None:
         module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
+def reduce_kept_gradients(model: Any) -> None:
+    """Let FSDP2 sum over the ranks what its modules' gradients have become without synchronization."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(model, FSDPModule):
+        return
+    root: Any = model._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, groups):
+            group.post_backward()
+    root._root_post_backward_final_callback()
+
+
 def lengths_of_files(metadata: Any) -> dict[str, int]:
     """How long the files of a DCP checkpoint are at least, by their names, from what its metadata says of them."""
     lengths: dict[str, int] = {}

@@ -70,17 +70,25 @@ class Bert(Model):
         samples_B: Tensor | None = None,
         segments_BS: Tensor | None = None,
         hidden: bool = False,
+        received: Tensor | None = None,
     ) -> Tensor:
         """`segments_BS` says to which of a pair of texts each token belongs; without it, all to the first."""
         self.place.move(samples_B, positions_S)
-        positions = learned_positions(tokens_BS, positions_S, self.config.context)
-        segments = torch.zeros_like(tokens_BS) if segments_BS is None else segments_BS
-        x_BSD = self.tokens(tokens_BS) + self.positions(positions) + self.segments(segments)
-        x_BSD = self.dropout(self.embedding_norm(x_BSD))
-        for block in self.blocks:
+        if received is None:
+            positions = learned_positions(tokens_BS, positions_S, self.config.context)
+            segments = torch.zeros_like(tokens_BS) if segments_BS is None else segments_BS
+            x_BSD = self.tokens(tokens_BS) + self.positions(positions) + self.segments(segments)
+            x_BSD = self.dropout(self.embedding_norm(x_BSD))
+        else:
+            x_BSD = received
+        for block in self.within("blocks").values():
             x_BSD = block(x_BSD, positions_S, mask_BS, samples_B)
-        out: Tensor = x_BSD if hidden else self.head(x_BSD, targets_BS)
+        out: Tensor = x_BSD if hidden or not self.ends else self.head(x_BSD, targets_BS)
         return out
+
+    def links(self) -> list[list[str]]:
+        blocks = [[f"blocks.{number}"] for number in range(self.config.layers)]
+        return [["tokens", "positions", "segments", "embedding_norm"], *blocks, ["head"]]
 
     def deviation(self, name: str, parameter: Tensor) -> float:
         return 0.02

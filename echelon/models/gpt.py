@@ -55,12 +55,22 @@ class GPT(Model):
         mask_BS: Tensor | None = None,
         samples_B: Tensor | None = None,
         hidden: bool = False,
+        received: Tensor | None = None,
     ) -> Tensor:
         self.place.move(samples_B, positions_S)
-        positions = learned_positions(tokens_BS, positions_S, self.config.context)
-        x_BSD = self.dropout(self.tokens(tokens_BS) + self.positions(positions))
-        for block in self.blocks:
+        if received is None:
+            positions = learned_positions(tokens_BS, positions_S, self.config.context)
+            x_BSD: Tensor = self.dropout(self.tokens(tokens_BS) + self.positions(positions))
+        else:
+            x_BSD = received
+        for block in self.within("blocks").values():
             x_BSD = block(x_BSD, positions_S, mask_BS, samples_B)
+        if not self.ends:
+            return x_BSD
         x_BSD = self.norm(x_BSD)
         out: Tensor = x_BSD if hidden else self.head(x_BSD, targets_BS)
         return out
+
+    def links(self) -> list[list[str]]:
+        blocks = [[f"blocks.{number}"] for number in range(self.config.layers)]
+        return [["tokens", "positions"], *blocks, ["norm", "head"]]

@@ -71,10 +71,17 @@ class Llama(Model):
         mask_BS: Tensor | None = None,
         samples_B: Tensor | None = None,
         hidden: bool = False,
+        received: Tensor | None = None,
     ) -> Tensor:
-        x_BSD = self.tokens(tokens_BS)
-        for block in self.blocks:
+        x_BSD = self.tokens(tokens_BS) if received is None else received
+        for block in self.within("blocks").values():
             x_BSD = block(x_BSD, positions_S, mask_BS, samples_B)
+        if not self.ends:
+            return x_BSD
         x_BSD = self.norm(x_BSD)
         out: Tensor = x_BSD if hidden else self.head(x_BSD, targets_BS)
         return out
+
+    def links(self) -> list[list[str]]:
+        blocks = [[f"blocks.{number}"] for number in range(self.config.layers)]
+        return [["tokens"], *blocks, ["norm", "head"]]

@@ -10,14 +10,18 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.models import counter, held
+from echelon.models.chain import Linked
 from echelon.models.dropout import Place, connect
 
 
-class Model(nn.Module):
-    """A subclass builds its parts and then calls `finish`."""
+class Model(Linked):
+    """A subclass builds its parts and then calls `finish`.
+
+    Its `forward` takes beside its arguments what the links before its span have `received` and passed on.
+    """
 
     place: Place
     config: Any
@@ -56,7 +60,7 @@ class Model(nn.Module):
         return self
 
     def _tie(self) -> None:
-        if self.tied:
+        if self.tied and hasattr(self, "head") and hasattr(self, "tokens"):
             self.get_submodule("head").weight = self.get_parameter("tokens.weight")
 
 

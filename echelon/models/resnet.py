@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -57,6 +58,15 @@ class Residual(nn.Module):
         return functional.relu(out_BCHW + (x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)))
 
 
+class Residuals(nn.Sequential):
+    """The blocks of one stage, of which a pipeline may want only some."""
+
+    def forward(self, x_BCHW: Tensor, wanted: Mapping[str, nn.Module]) -> Tensor:  # type: ignore[override]
+        for block in wanted.values():
+            x_BCHW = block(x_BCHW)
+        return x_BCHW
+
+
 class ResNet(Model):
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -65,7 +75,7 @@ class ResNet(Model):
         self.stem = Convolution(config.channels, config.stem_dim, 7, 2)
         widths = itertools.pairwise((config.stem_dim, *config.dims))
         self.stages = nn.ModuleList(
-            nn.Sequential(
+            Residuals(
                 Residual(channels, dim, 1 if stage == 0 else 2, config.bottleneck),
                 *(Residual(dim, dim, 1, config.bottleneck) for _ in range(depth - 1)),
             )
@@ -80,13 +90,24 @@ class ResNet(Model):
         targets_B: Tensor | None = None,
         samples_B: Tensor | None = None,
         hidden: bool = False,
+        received: Tensor | None = None,
     ) -> Tensor:
         """As the other models; `samples_B` makes no difference, since nothing is dropped."""
-        x_BCHW = functional.max_pool2d(functional.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
-        for stage in self.stages:
-            x_BCHW = stage(x_BCHW)
+        if received is None:
+            x_BCHW = functional.max_pool2d(functional.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
+        else:
+            x_BCHW = received
+        for number, stage in self.stages.named_children():
+            if wanted := self.within(f"stages.{number}"):
+                x_BCHW = stage(x_BCHW, wanted)
+        if not self.ends:
+            return x_BCHW
         x_BD = x_BCHW.mean((2, 3))
         return x_BD if hidden else self.head(x_BD, targets_B)  # type: ignore[no-any-return]
+
+    def links(self) -> list[list[str]]:
+        blocks = [[f"stages.{stage}.{n}"] for stage, depth in enumerate(self.config.depths) for n in range(depth)]
+        return [["stem"], *blocks, ["head"]]
 
     def deviation(self, name: str, parameter: Tensor) -> float:
         """He's: the variance of what a convolution with ReLU sends back is that of what it received."""

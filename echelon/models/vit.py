@@ -67,6 +67,7 @@ class ViT(Model):
         targets_B: Tensor | None = None,
         samples_B: Tensor | None = None,
         hidden: bool = False,
+        received: Tensor | None = None,
     ) -> Tensor:
         side = self.config.image
         if images_BCHW.shape[-2:] != (side, side):
@@ -75,11 +76,20 @@ class ViT(Model):
                 f"or build the model with image={images_BCHW.shape[-1]}"
             )
         self.place.move(samples_B, None)
-        patches_BSD = self.patches(images_BCHW).flatten(2).transpose(1, 2)
-        x_BSD = torch.cat([self.class_token.expand(len(images_BCHW), -1, -1), patches_BSD], 1)
-        x_BSD = self.dropout(x_BSD + self.position_table)
-        for block in self.blocks:
+        if received is None:
+            patches_BSD = self.patches(images_BCHW).flatten(2).transpose(1, 2)
+            x_BSD = torch.cat([self.class_token.expand(len(images_BCHW), -1, -1), patches_BSD], 1)
+            x_BSD = self.dropout(x_BSD + self.position_table)
+        else:
+            x_BSD = received
+        for block in self.within("blocks").values():
             x_BSD = block(x_BSD, None, None, samples_B)
+        if not self.ends:
+            return x_BSD
         x_BD = self.norm(x_BSD[:, 0])
         out: Tensor = x_BD if hidden else self.head(x_BD, targets_B)
         return out
+
+    def links(self) -> list[list[str]]:
+        blocks = [[f"blocks.{number}"] for number in range(self.config.layers)]
+        return [["patches", "class_token", "position_table"], *blocks, ["norm", "head"]]

@@ -15,9 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from echelon.comm.torch_compat import mesh_of, stay_out_of
+from echelon.models.chain import Given
 from echelon.parallel import batchnorm, data, fp8, sequence, tensor
 from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.loss import chunked_cross_entropy
+from echelon.parallel.pipeline.actions import Schedule
+from echelon.parallel.pipeline.partition import Balance, linked, partition
+from echelon.parallel.pipeline.run import Pipeline, held
+from echelon.parallel.pipeline.schedule import SCHEDULES, make
 from echelon.parallel.recompute import Recompute, blocks, recompute
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -36,10 +42,14 @@ class Strategies:
     compile: bool = False
     fp8: bool = False  # whether MLPs and the head multiply in 8 bits; for bf16
     global_batchnorm: bool = False
+    schedule: str = "1f1b"  # of a pipeline: one of pipeline.schedule.SCHEDULES
+    chunks: int = 1  # stages of each rank of a pipeline, for the schedule "interleaved"
+    balance: Balance = "memory"  # what a pipeline's stages have alike
     average_every: int = 0  # local SGD: steps of a rank of dp by itself between averagings; 0: gradients are summed
 
     def __post_init__(self) -> None:
         known = {"stage": (0, 1, 2, 3), "sequence": get_args(sequence.Kind), "recompute": get_args(Recompute)}
+        known |= {"schedule": tuple(SCHEDULES)}
         for name, allowed in (known | {"precision": get_args(Precision)}).items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, allowed))}")
@@ -64,13 +74,17 @@ def summed_over(grid: Grid, strategies: Strategies) -> DeviceMesh:
 
 
 def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
-    """Make of a plain model, equal on all ranks, the one to train on this rank of the grid."""
-    check(model, grid.layout, strategies)
+    """Make of a plain model, equal on all ranks, the one to train on this rank of the grid: of a pipeline, its links
+    alone (which `cut` may have left already).
+    """
+    if not is_cut(model):
+        check(model, grid.layout, strategies)
+        model = cut(model, grid, strategies)
     model = model.to(DTYPES[strategies.precision])
-    model = tensor.split(model, grid.mesh("tp"), sequence_parallel=hasattr(model, "tokens"))
+    model = tensor.split(model, grid.mesh("tp"), sequence_parallel=splits_sequences(model))
     if grid.mesh("cp").size() > 1:
         model = sequence.scatter(model, grid.mesh("cp"), strategies.sequence)
-    if strategies.chunk is not None or strategies.fp8:
+    if (strategies.chunk is not None or strategies.fp8) and hasattr(model, "head"):
         head: Any = model.get_submodule("head")
         in_chunks = head.loss if grid.mesh("tp").size() > 1 else partial(chunked_cross_entropy, in_fp8=strategies.fp8)
         head.loss = partial(in_chunks, chunk=strategies.chunk or sys.maxsize)
@@ -82,7 +96,11 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
     if strategies.compile:
         for block in blocks(model):
             block.compile()
+    if grid.layout.pp > 1 and _placed(grid.layout, strategies).is_bidirectional:
+        return data.replicate(model, _twins(grid))
     if strategies.stage == 0:
+        if grid.layout.pp > 1 and _placed(grid.layout, strategies).is_versioned:
+            return data.replicate(model, grid.mesh("data"), alone=True)
         apart = grid.mesh("dp") if strategies.average_every else None
         if apart is None and grid.layout.size == 1:
             return model  # whose gradients are the sums already
@@ -92,11 +110,64 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
     return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)
 
 
+def cut(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
+    """Leave of a plain model this rank's links of a pipeline, also on the meta device."""
+    if grid.layout.pp == 1:
+        return model
+    chain: Any = linked(model)
+    chain.splits_sequences = splits_sequences(model)
+    spans = spans_of(chain, grid.layout, strategies)
+    chain.keep(held(_placed(grid.layout, strategies), spans), grid.mesh("pp").get_local_rank())
+    chain.spans = spans
+    return chain  # type: ignore[no-any-return]
+
+
+def spans_of(model: nn.Module, layout: Layout, strategies: Strategies, example: Given | None = None) -> list[range]:
+    """The links of each stage of a pipeline. (An `example` is needed for the balance "time".)"""
+    return partition(model, layout.pp * strategies.chunks, strategies.balance, example=example)
+
+
+def pipeline(model: Any, grid: Grid, strategies: Strategies, microbatches: int) -> Pipeline:
+    """What runs a parallelized model on this rank, for so many microbatches a step."""
+    schedule = make(strategies.schedule, grid.layout.pp, microbatches, chunks=strategies.chunks)
+    return Pipeline(model, model.spans, schedule, grid.mesh("pp").get_group())
+
+
+def is_cut(model: nn.Module) -> bool:
+    return hasattr(model, "spans")
+
+
+def splits_sequences(model: nn.Module) -> bool:
+    """Whether a model has sequences that can be split."""
+    return bool(getattr(model, "splits_sequences", hasattr(model, "tokens")))
+
+
+def _placed(layout: Layout, strategies: Strategies) -> Schedule:
+    """A schedule of the kind: where stages lie does not depend on the number of microbatches."""
+    return make(strategies.schedule, layout.pp, 2 * layout.pp, chunks=strategies.chunks)
+
+
+def _twins(grid: Grid) -> DeviceMesh:
+    """The ranks that hold the same stages of a bidirectional pipeline: of `data`, in both directions."""
+    stages = [block.flatten().tolist() for block in grid.layout.blocks()]
+    groups = [sorted([*stages[each], *stages[-1 - each]]) for each in range(grid.layout.pp // 2)]
+    found = None
+    for group in groups:
+        if grid.rank in group:
+            found = mesh_of(grid.mesh("data").device_type, group, ("twins",))
+        else:
+            stay_out_of([group])
+    assert found is not None
+    return found  # type: ignore[no-any-return]
+
+
 def check(model: nn.Module, layout: Layout, strategies: Strategies) -> None:
     """Whether a model, with or without memory, can be split so; the error says what can."""
     name = type(model).__name__
-    if layout.stages is not None or layout.pp > 1 or layout.sp > 1:
-        raise ValueError(f"{layout!r}: parallelize splits a model over dp, tp and cp, not over pp or sp")
+    if layout.stages is not None or layout.sp > 1:
+        raise ValueError(f"{layout!r}: parallelize splits a model over dp, pp, tp and cp, in equal stages, not over sp")
+    if layout.pp > 1:
+        _check_pipeline(model, layout, strategies)
     if layout.tp > 1 and not hasattr(model, "blocks"):
         raise ValueError(f"{layout!r}: {name} has no `blocks` of attention and MLP that tp could split: use dp alone")
     if layout.cp > 1 and not hasattr(model, "tokens"):
@@ -107,3 +178,26 @@ def check(model: nn.Module, layout: Layout, strategies: Strategies) -> None:
         if layout.tp > 1:
             raise ValueError(f"{layout!r}: fp8 is for tp=1, since a scale is of a whole matrix: use dp, or fp8 = false")
         fp8.check_model(model)
+
+
+def _check_pipeline(model: nn.Module, layout: Layout, strategies: Strategies) -> None:
+    chain = linked(model)
+    spans_of(chain, layout, strategies)
+    schedule, name = _placed(layout, strategies), strategies.schedule
+    if strategies.average_every:
+        raise ValueError(f"{layout!r}: a pipeline sums gradients in every step: use average_every=0, or pp=1")
+    if schedule.splits_backward and strategies.compile:
+        raise ValueError(f"{name} puts off gradients, which compiled blocks cannot: use compile=False, or 1f1b")
+    if (schedule.is_bidirectional or schedule.is_versioned) and (layout.tp, layout.cp, strategies.stage) != (1, 1, 0):
+        raise ValueError(
+            f"{layout!r}, stage {strategies.stage}: {name} goes with dp alone, in stage 0: "
+            "use 1f1b, interleaved or zero-bubble with tp, cp and the other stages"
+        )
+    if schedule.is_versioned and chain.shared():
+        names = " and ".join(chain.shared()[0])
+        raise ValueError(
+            f"{name} updates each stage by itself, so that no two can share {names}: use tied = false, or a "
+            "synchronous schedule"
+        )
+    if schedule.is_versioned and strategies.precision == "fp16":
+        raise ValueError(f"{name} has no time to scale the loss for fp16: use bf16")

@@ -2,15 +2,17 @@
 
 A model's units are the entries of its `nn.ModuleList`s (its blocks) and, as one more, the rest. A bucket is the
 trainable parameters of one unit that have one dtype, in the model's order: nothing is joined or cut to a size, so
-whoever counts bytes beforehand needs the shapes alone. What a rank holds of a parameter that is split over another
-mesh (a DTensor) is all that counts here.
+whoever counts bytes beforehand needs the shapes alone. A parameter that another stage of a pipeline has, too, is a
+bucket of its own, so that both cut it alike. What a rank holds of a parameter that is split over another mesh (a
+DTensor) is all that counts here.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ def unit_modules(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in found):
-            found |= {f"{name}.{index}": child for index, child in enumerate(module)}
+            found |= {f"{name}.{key}": child for key, child in module.named_children()}
     return found
 
 
@@ -40,6 +42,12 @@ def units(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         unit = next((unit for unit in modules if name.startswith(f"{unit}.")), "")
         found[unit][name] = parameter
+    return found
+
+
+def apart_of(model: nn.Module) -> Mapping[str, Any]:
+    """The parameters that other stages of a pipeline have, too, by their names here."""
+    found: Mapping[str, Any] = getattr(model, "apart", {})
     return found
 
 
@@ -116,13 +124,14 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
 def buckets(model: nn.Module, parts: int | None) -> list[Bucket]:
     """A model's buckets in the order in which backward completes them: the last block's first, the rest's last."""
     *blocks, rest = units(model).values()
+    apart = apart_of(model)
     found = []
     for unit in [*reversed(blocks), rest]:
-        by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = defaultdict(dict)
+        together: dict[tuple[torch.dtype, str], dict[str, nn.Parameter]] = defaultdict(dict)
         for name, parameter in unit.items():
             if parameter.requires_grad:
-                by_dtype[parameter.dtype][name] = parameter
-        for dtype, parameters in by_dtype.items():
+                together[parameter.dtype, name if name in apart else ""][name] = parameter
+        for (dtype, _), parameters in together.items():
             counts = [local_tensor(parameter).numel() for parameter in parameters.values()]
             places, length = lay_out(counts, dtype.itemsize, parts)
             found.append(Bucket(parameters, dict(zip(parameters.values(), places, strict=True)), length))

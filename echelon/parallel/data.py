@@ -26,13 +26,13 @@ from echelon.parallel.pieces import reducer_of
 from echelon.parallel.reduce import Reducer, as_gradient
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh, *, apart: DeviceMesh | None = None) -> nn.Module:
+def replicate(model: nn.Module, mesh: DeviceMesh, *, apart: DeviceMesh | None = None, alone: bool = False) -> nn.Module:
     """All on every rank; gradients are all-reduced during backward, and then stand where PyTorch has them.
 
     The ranks of `apart`, another dimension, start equal too, but then go their own ways: local SGD, whose models
-    `average.average` brings together.
+    `average.average` brings together. With `alone` the ranks of the mesh update without waiting for any others.
     """
-    return _with_reducer(model, mesh, 0, apart)
+    return _with_reducer(model, mesh, 0, apart, alone)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, stage: int, *, reshard_after_forward: bool = True) -> nn.Module:
@@ -75,6 +75,25 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             model.set_requires_all_reduce(True)
 
 
+@contextmanager
+def keep_gradients(model: nn.Module) -> Iterator[None]:
+    """Backward passes in here send nothing, in any stage: gradients add up whole, for `Reducer.finish` or, in stage 3,
+    `torch_compat.reduce_kept_gradients`.
+    """
+    reducer = reducer_of(model)
+    if reducer is not None:
+        reducer.holding = True
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        if reducer is not None:
+            reducer.holding = False
+        elif isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)
+
+
 @torch.no_grad()
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Every trainable parameter's whole gradient, on every rank (of all meshes: all must call), between backward and
@@ -96,7 +115,9 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: _full(parameter).clone() for name, parameter in model.named_parameters()}
 
 
-def _with_reducer(model: nn.Module, mesh: DeviceMesh, stage: int, apart: DeviceMesh | None = None) -> nn.Module:
+def _with_reducer(
+    model: nn.Module, mesh: DeviceMesh, stage: int, apart: DeviceMesh | None = None, alone: bool = False
+) -> nn.Module:
     if mesh.ndim != 1:
         raise ValueError(f"stage {stage} works over a mesh of one dimension, but this one has {mesh.ndim}: flatten it")
     _refuse_second_strategy(model)
@@ -104,7 +125,7 @@ def _with_reducer(model: nn.Module, mesh: DeviceMesh, stage: int, apart: DeviceM
         raise ValueError(f"stage {stage} needs a model with memory: call to_empty and initialize it (or load it) first")
     for each in filter(None, (apart, mesh)):
         _start_equal(model, each)
-    model.gradient_reducer = Reducer(model, mesh, stage, apart is not None)  # type: ignore[assignment]
+    model.gradient_reducer = Reducer(model, mesh, stage, alone or apart is not None)  # type: ignore[assignment]
     return model
 
 

@@ -40,17 +40,17 @@ class Optimizer:
         on_cpu: bool = False,
     ) -> None:
         self._reducer = reducer_of(model)
-        self._pieces = pieces(model)
-        self._updated = [_updated(piece.memory, on_cpu) for piece in self._pieces]
+        self.pieces = pieces(model)  # what it updates, of which parameters
+        self._updated = [_updated(piece.memory, on_cpu) for piece in self.pieces]
         self._device = next(model.parameters()).device  # where the world can talk, wherever the pieces are
-        self.inner = make([(piece.name, tensor) for piece, tensor in zip(self._pieces, self._updated, strict=True)])
+        self.inner = make([(piece.name, tensor) for piece, tensor in zip(self.pieces, self._updated, strict=True)])
         if any("param_names" not in group for group in self.inner.param_groups):
             raise ValueError(
                 "the optimizer was made of bare tensors: give it the (name, tensor) pairs that `make` is given, and "
                 "form groups by name (a piece has not the shape of its parameter)"
             )
         self._norm_groups = _norm_groups(model, self._reducer)
-        self.is_scaling = any(piece.memory.dtype == torch.float16 for piece in self._pieces)
+        self.is_scaling = any(piece.memory.dtype == torch.float16 for piece in self.pieces)
         self.loss_scale = 2.0**16 if self.is_scaling else 1.0
         self._good_steps = 0
         self.non_finite = ""  # of the parameters whose gradients were not finite in the last step here, the first
@@ -92,7 +92,7 @@ class Optimizer:
     @torch.no_grad()
     def write_back(self) -> None:
         """Give the parameters, on all ranks, the values of what is updated for them."""
-        pairs = zip(self._pieces, self._updated, strict=True)
+        pairs = zip(self.pieces, self._updated, strict=True)
         _copy([(piece.memory, tensor) for piece, tensor in pairs if tensor is not piece.memory])
         if self._reducer is not None:
             self._reducer.gather_weights()
@@ -103,7 +103,7 @@ class Optimizer:
         """
         saved = self.inner.state_dict()
         states = {name: saved["state"].get(index, {}) for name, index in _indices(saved).items()}
-        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+        for piece, tensor in zip(self.pieces, self._updated, strict=True):
             states[piece.name] = {"offset": piece.offset, **states[piece.name]}
             if tensor is not piece.memory:
                 states[piece.name]["master"] = tensor
@@ -115,7 +115,7 @@ class Optimizer:
         """Of the same model, split in the same way."""
         indices = _indices({"param_groups": state["groups"]})
         inner = {"state": {}, "param_groups": state["groups"]}
-        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+        for piece, tensor in zip(self.pieces, self._updated, strict=True):
             saved = dict(state["parameters"][piece.name])
             if saved.pop("offset") != piece.offset:
                 raise ValueError(f"the state of {piece.name} is of another piece of it: the layouts differ")
@@ -128,7 +128,7 @@ class Optimizer:
 
     def _take_gradients(self) -> None:
         copies = []
-        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+        for piece, tensor in zip(self.pieces, self._updated, strict=True):
             gradient = piece.take_gradient()
             if gradient is not None and (gradient.device, gradient.dtype) != (tensor.device, tensor.dtype):
                 copies.append((torch.empty_like(tensor), gradient))
@@ -141,7 +141,7 @@ class Optimizer:
         of the model's own ranks.
         """
         by_copies: dict[int, list[Tensor]] = defaultdict(list)
-        for piece, tensor in zip(self._pieces, self._updated, strict=True):
+        for piece, tensor in zip(self.pieces, self._updated, strict=True):
             if tensor.grad is not None and tensor.numel():
                 by_copies[piece.copies].append(tensor.grad)
         square = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -153,7 +153,7 @@ class Optimizer:
         return math.sqrt(square.item())
 
     def _first_non_finite(self) -> str:
-        pairs = zip(self._pieces, self._updated, strict=True)
+        pairs = zip(self.pieces, self._updated, strict=True)
         found = (p.name for p, tensor in pairs if tensor.grad is not None and not tensor.grad.isfinite().all())
         return next(found, "")
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor
-from echelon.parallel.buckets import Bucket, take_gradient
+from echelon.parallel.buckets import Bucket, apart_of, take_gradient
 from echelon.parallel.reduce import Reducer
 
 
@@ -34,8 +34,14 @@ def pieces(model: nn.Module) -> list[Piece]:
     reducer = reducer_of(model)
     ranks = max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
     if reducer is None or reducer.stage == 0:
-        return list(_whole(model, ranks, reducer.ranks if reducer else 1))
-    return [piece for bucket in reducer.buckets for piece in _parts(bucket, reducer, ranks)]
+        found = list(_whole(model, ranks, reducer.ranks if reducer else 1))
+    else:
+        found = [piece for bucket in reducer.buckets for piece in _parts(bucket, reducer, ranks)]
+    apart = apart_of(model)
+    return [
+        replace(piece, copies=piece.copies * len(apart[piece.name].ranks)) if piece.name in apart else piece
+        for piece in found
+    ]
 
 
 def reducer_of(model: nn.Module) -> Reducer | None:

@@ -37,6 +37,7 @@ class Reducer:
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
         self.buckets = buckets(model, self.ranks if stage else None)
         self.accumulating = False
+        self.holding = False  # all gradients, until `finish`
         self._launched = 0  # buckets, in this backward pass
         self._under_way = False  # a backward pass whose end we shall hear of
         self._complete = False  # the sums of this step are there
@@ -82,7 +83,7 @@ class Reducer:
 
     @torch.no_grad()
     def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        if self.accumulating and self.stage < 2:
+        if self.holding or (self.accumulating and self.stage < 2):
             return
         if not self._under_way:
             self._under_way, self._complete = True, False

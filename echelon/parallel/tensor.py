@@ -47,7 +47,8 @@ def split(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True)
     for one, other in tied:
         model.get_submodule(other).weight = model.get_submodule(one).weight
     if sequence_parallel:
-        model.get_submodule("tokens").register_forward_pre_hook(partial(_check_tokens, mesh.size()), prepend=True)
+        if hasattr(model, "tokens"):
+            model.get_submodule("tokens").register_forward_pre_hook(partial(_check_tokens, mesh.size()), prepend=True)
         place: Any = getattr(model, "place", None)
         if place is not None:
             place.part = (mesh.get_local_rank(), mesh.size())

@@ -1,0 +1,310 @@
+"""One runtime for all schedules: each rank takes its actions one after the other, and waits only for what it needs.
+
+    spans = partition(model, schedule.stages)
+    model.keep(held(schedule, spans), rank)              # then strategies, as for any model
+    pipeline = Pipeline(model, spans, schedule, group)
+    losses = pipeline.run(microbatches, lambda out, microbatch: out / count)
+
+All ranks of a pipeline are given all microbatches: the first stage takes their inputs, the last their targets, and
+those between whatever their blocks need beside the stream. What the last stage gives is made a number by `loss`, and
+the gradients of its sum over the microbatches are in the parameters after a run: those of one process. A schedule with
+versions also updates, after each of its steps. Layer parallelism is a pipeline with one microbatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from echelon.comm.torch_compat import reduce_kept_gradients
+from echelon.models.chain import Edge, Given, Linked, Value
+from echelon.parallel import data
+from echelon.parallel.optimizer import Optimizer
+from echelon.parallel.pieces import reducer_of
+from echelon.parallel.pipeline.actions import BACKWARDS, Action, Direction, Schedule
+from echelon.parallel.pipeline.mail import Mail, Signature, parts_of, signature
+from echelon.parallel.pipeline.schedule import forward_only
+from echelon.parallel.pipeline.statistics import Replay, frozen
+from echelon.parallel.pipeline.ties import Ties
+from echelon.parallel.pipeline.versions import Versions
+from echelon.parallel.pipeline.weight_gradients import split
+
+Loss = Callable[[Any, int], Tensor]  # of what the last stage gives for a microbatch
+_Key = tuple[int, Direction, int]  # stage, direction, microbatch
+
+
+class OutOfMemoryError(RuntimeError):
+    """A stage does not fit; says which, and what would do."""
+
+
+@dataclass
+class _Flight:
+    """A microbatch between its passes through a stage."""
+
+    received: dict[Edge, Value]
+    out: dict[Edge, Value] = field(default_factory=dict)
+    loss: Tensor | None = None
+
+
+class Pipeline:
+    """One rank of a pipeline, whose ranks are those of `group`, in order. `model` has kept this rank's links alone.
+
+    `recompute` are the stages that keep only what they received, and compute the rest again in the backward pass.
+    `times`, once it is a list, gets the action, beginning and end of all that is computed.
+    """
+
+    def __init__(
+        self,
+        model: Linked,
+        spans: Sequence[range],
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        *,
+        recompute: Sequence[int] = (),
+    ) -> None:
+        if dist.get_world_size(group) != schedule.ranks or len(spans) != schedule.stages:
+            raise ValueError(
+                f"a schedule of {schedule.ranks} ranks and {schedule.stages} stages, but there are "
+                f"{dist.get_world_size(group)} ranks and {len(spans)} spans of links"
+            )
+        self.model, self.schedule, self.group = model, schedule, group
+        self.rank = dist.get_rank(group)
+        self.times: list[tuple[Action, float, float]] | None = None
+        self.versions = Versions(model) if schedule.is_versioned else None
+        self._spans, self._recompute = list(spans), set(recompute)
+        self._stage_of = {link: stage for stage, span in enumerate(spans) for link in span}
+        self._device = next(model.parameters()).device
+        self._mail = Mail(group, model.edges(), self._device)
+        self._later = split(model) if schedule.splits_backward else None
+        self._ties = Ties(model, group)
+        self._replay = Replay(model, group, schedule.ranks - 1 - self.rank) if schedule.is_bidirectional else None
+        self._flights: dict[_Key, _Flight] = {}
+        self._given: Sequence[Given] = ()
+        self._signatures: list[Signature] = []
+        self._results: list[Any] = []
+        self._loss: Loss | None = None  # of a run; a forward pass alone has none
+        self._optimizer: Optimizer | None = None
+        self.norm = float("nan")  # of the gradients of the last version that a run has made
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank has the last stage, or a copy of it."""
+        return any(stage == self.schedule.stages - 1 for stage, _ in self.schedule.held(self.rank))
+
+    def run(self, microbatches: Sequence[Given], loss: Loss, optimizer: Optimizer | None = None) -> list[Tensor | None]:
+        """One step; returns the losses of the microbatches that ended on this rank, None for the others. With versions
+        an optimizer is needed, which makes them.
+        """
+        actions = self.schedule.actions[self.rank]
+        if self.versions is not None:
+            if optimizer is None:
+                raise ValueError(f"{self.schedule.name} updates while it runs: give `run` an optimizer")
+            self.versions.begin(each.version for each in actions if each.kind == "forward")
+        self._loss, self._optimizer = loss, optimizer
+        passes = [action for action in actions if action.kind in BACKWARDS]
+        self._begin(microbatches)
+        for action in actions:
+            with self._accumulating(action, passes[-1]):
+                self._take(action)
+        return self._end()
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Given]) -> list[Any]:
+        """What the model gives for each microbatch, on the rank where it ends; None elsewhere."""
+        self._loss = None
+        self._begin(microbatches)
+        for action in forward_only(self.schedule).actions[self.rank]:
+            self._take(action)
+        return self._end()
+
+    def _begin(self, microbatches: Sequence[Given]) -> None:
+        if len(microbatches) != self.schedule.microbatches:
+            raise ValueError(
+                f"{len(microbatches)} microbatches for a schedule of {self.schedule.microbatches}: make one for so many"
+            )
+        self._given = microbatches
+        self._signatures = [signature(given, self.model.training) for given in microbatches]
+        self._results = [None] * len(microbatches)
+        self._flights = {}
+
+    def _end(self) -> list[Any]:
+        self._mail.finish(self._signatures)
+        if self._replay is not None and self._loss is not None:
+            self._replay.finish(self.schedule.microbatches)
+        results, self._results, self._given = self._results, [], ()
+        return results
+
+    def _take(self, action: Action) -> None:
+        try:
+            getattr(self, f"_{action.kind}")(action)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_about_memory(error):
+                raise
+            raise OutOfMemoryError(self._out_of_memory(action)) from error
+
+    def _forward(self, action: Action) -> None:
+        number, told = action.microbatch, self._signatures[action.microbatch]
+        into, _ = self.model.crossing(self._spans[action.stage])
+        received = {edge: self._mail.take(edge, number, told, self._rank_of(edge[0], action)) for edge in into}
+        with self._timed(action), self._noted(number):
+            out = self._compute(action, received)
+            flight = _Flight(received)
+            if action.stage < self.schedule.stages - 1:
+                flight.out = out
+            elif self._loss is None:
+                self._results[number] = out
+            else:
+                flight.loss = self._loss(out, number)
+                self._results[number] = flight.loss.detach()
+        self._flights[_key(action)] = flight
+        if self.schedule.ranks == 1:
+            self._send_activation(action)
+
+    def _compute(self, action: Action, received: dict[Edge, Value]) -> Any:
+        training = self._loss is not None
+        weights = self.versions.use(action.version) if self.versions is not None and training else None
+        span, given = self._spans[action.stage], self._given[action.microbatch]
+        if training and action.stage in self._recompute:
+            contexts = partial(_contexts, self.model)
+            return checkpoint(
+                self.model.compute, span, given, received, weights, use_reentrant=False, context_fn=contexts
+            )
+        return self.model.compute(span, given, received, weights)
+
+    def _backward(self, action: Action) -> None:
+        self._pass_back(action)
+        if self.versions is not None:
+            self.versions.release(action.version)
+
+    def _backward_input(self, action: Action) -> None:
+        assert self._later is not None
+        with self._later.hold(_key(action)):
+            self._pass_back(action)
+
+    def _backward_weight(self, action: Action) -> None:
+        assert self._later is not None
+        with self._timed(action):
+            self._later.make(_key(action))
+
+    def _pass_back(self, action: Action) -> None:
+        """From the gradients of what a stage gave to those of what it received."""
+        flight, number, told = self._flights[_key(action)], action.microbatch, self._signatures[action.microbatch]
+        outputs: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        for edge, value in flight.out.items():
+            arrived = self._mail.take_gradient(edge, number, told, self._rank_of(edge[1], action))
+            outputs += [each for each in parts_of(value) if each.requires_grad]
+            gradients += arrived
+        with self._timed(action):
+            if flight.loss is not None:
+                flight.loss.backward()  # type: ignore[no-untyped-call]
+            elif outputs:
+                torch.autograd.backward(outputs, gradients)
+        flight.out, flight.loss = {}, None
+        if self.schedule.ranks == 1:
+            self._send_gradient(action)
+
+    def _send(self, action: Action) -> None:
+        getattr(self, f"_send_{action.what}")(action)
+
+    def _send_activation(self, action: Action) -> None:
+        flight, number = self._flights[_key(action)], action.microbatch
+        for edge, value in flight.out.items():
+            self._mail.send(edge, number, self._signatures[number], value, self._rank_of(edge[1], action))
+        if self._loss is None:
+            del self._flights[_key(action)]
+
+    def _send_gradient(self, action: Action) -> None:
+        for edge, value in self._flights.pop(_key(action)).received.items():
+            self._mail.send_gradient(edge, action.microbatch, value, self._rank_of(edge[0], action))
+
+    def _receive(self, action: Action) -> None:
+        number, told = action.microbatch, self._signatures[action.microbatch]
+        into, out = self.model.crossing(self._spans[action.stage])
+        if action.what == "activation":
+            for edge in into:
+                self._mail.receive(edge, number, told, self._rank_of(edge[0], action))
+        else:
+            for edge in out:
+                self._mail.receive_gradient(edge, number, told, self._rank_of(edge[1], action))
+
+    def _reduce(self, _: Action) -> None:
+        reducer = reducer_of(self.model)
+        if reducer is not None:
+            reducer.finish()
+        elif self._later is not None:
+            reduce_kept_gradients(self.model)
+        self._ties.sum_gradients()
+
+    def _step(self, _: Action) -> None:
+        """Of a synchronous schedule it is the caller's."""
+        if self.versions is not None and self._optimizer is not None:
+            self.norm = self.versions.update(self._optimizer)
+
+    def _rank_of(self, link: int, action: Action) -> int:
+        return self.schedule.rank_of(self._stage_of[link], action.direction)
+
+    def _accumulating(self, action: Action, last: Action) -> contextlib.AbstractContextManager[None]:
+        """In which backward passes run. The last one sums gradients while it goes on, but where those of weights come
+        later, or where the ranks to sum with wait for what this one will send then.
+        """
+        if action.kind not in BACKWARDS:
+            return contextlib.nullcontext()
+        if self.schedule.splits_backward or self.schedule.is_bidirectional:
+            return data.keep_gradients(self.model)
+        return contextlib.nullcontext() if action is last else data.accumulate(self.model)
+
+    def _noted(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        if self._replay is None or self._loss is None:
+            return contextlib.nullcontext()
+        return self._replay.note(microbatch)
+
+    @contextlib.contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.times is not None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.times.append((action, start, time.perf_counter()))
+
+    def _out_of_memory(self, action: Action) -> str:
+        under_way = "1 microbatch" if len(self._flights) == 1 else f"{len(self._flights)} microbatches"
+        return (
+            f"stage {action.stage} of {self.schedule.stages} (links {_text(self._spans[action.stage])}, on rank "
+            f"{self.rank} of the pipeline) ran out of memory in {action}, with {under_way} under way. Use "
+            "smaller microbatches, recomputation, more stages or another balance, or a schedule that holds "
+            "fewer microbatches (1f1b instead of gpipe)"
+        )
+
+
+def held(schedule: Schedule, spans: Sequence[range]) -> list[list[range]]:
+    """The spans of links that each rank of a schedule holds."""
+    return [[spans[stage] for stage, _ in schedule.held(rank)] for rank in range(schedule.ranks)]
+
+
+def _key(action: Action) -> _Key:
+    return action.stage, action.direction, action.microbatch
+
+
+def _contexts(model: Linked) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Of the first computation, and of the second."""
+    return contextlib.nullcontext(), frozen(model)
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    words = "not enough memory", "can't allocate memory"  # of PyTorch on CPUs
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(each in str(error) for each in words)
+
+
+def _text(span: range) -> str:
+    return str(span.start) if len(span) == 1 else f"{span.start} to {span.stop - 1}"

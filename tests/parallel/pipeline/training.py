@@ -1,0 +1,110 @@
+"""How ranks train models in a pipeline, and how far that is from one process with the same microbatches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import echelon
+from echelon.models.gpt import GPT, GPTConfig
+from echelon.models.resnet import ResNet, ResNetConfig
+from echelon.parallel import batch as batches
+from echelon.parallel import data
+from echelon.parallel.apply import Strategies, parallelize, pipeline
+from echelon.parallel.layout import Layout
+from echelon.parallel.optimizer import Optimizer
+from tests.parallel.matrix import grid_of, targets, worse
+
+STEPS, LENGTH, VOCABULARY, SAMPLES = 3, 8, 31, 2  # samples of a microbatch, for each of dp
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def build(family: str, tied: bool = True) -> nn.Module:
+    """Chains of eight links."""
+    if family == "resnet":
+        return ResNet(ResNetConfig(classes=10, stem_dim=8, dims=(8, 16), depths=(3, 3)))
+    config = GPTConfig(vocabulary=VOCABULARY, context=LENGTH, dim=16, layers=6, heads=2, dropout=0.1, tied=tied)
+    return GPT(config)
+
+
+def microbatch(family: str, step: int, number: int, samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    numbers = torch.arange(number * samples, (number + 1) * samples)
+    if family == "resnet":
+        images = torch.randn(samples, 3, 16, 16, generator=generator, dtype=torch.float64)
+        made = {"images_BCHW": images, "targets_B": torch.randint(10, (samples,), generator=generator)}
+    else:
+        tokens = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
+        made = {"tokens_BS": tokens[:, :-1], "targets_BS": tokens[:, 1:]}
+    return made | {"samples_B": numbers}
+
+
+def count(family: str, microbatches: int, samples: int) -> int:
+    return microbatches * samples * (1 if family == "resnet" else LENGTH)
+
+
+@cache
+def alone(family: str, microbatches: int, samples: int) -> tuple[list[tuple[float, dict[str, Tensor], float]], Any]:
+    """Of every step the loss, all gradients and their norm; at the end all that the model holds."""
+    model: Any = build(family).double()
+    optimizer = SGD(model.parameters())
+    told = []
+    for step in range(STEPS):
+        model.place.step = step
+        total = 0.0
+        for number in range(microbatches):
+            loss = model(**microbatch(family, step, number, samples)) / count(family, microbatches, samples)
+            loss.backward()
+            total += loss.item()
+        gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+        told.append((total, gradients, torch.stack([each.norm() for each in gradients.values()]).norm().item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, {name: each.clone() for name, each in model.state_dict().items()}
+
+
+def train(family: str, degrees: dict[str, int], how: dict[str, Any], microbatches: int) -> dict[str, Any]:
+    """A rank's largest relative errors, and what was communicated in the last step."""
+    layout = Layout(**degrees)
+    samples = SAMPLES * layout.dp
+    reference, ended = alone(family, microbatches, samples)
+    grid = grid_of(layout, "cpu")
+    strategies = Strategies(precision="fp64", global_batchnorm=True, **how)
+    model: Any = parallelize(build(family).double(), grid, strategies)
+    optimizer = Optimizer(SGD, model)
+    pipe = pipeline(model, grid, strategies, microbatches)
+    worst: dict[str, float] = defaultdict(float)
+    sent: dict[tuple[str, str], int] = defaultdict(int)
+    for step, (loss_alone, gradients_alone, norm_alone) in enumerate(reference):
+        model.place.step = step
+        whole = [microbatch(family, step, number, samples) for number in range(microbatches)]
+        given = [
+            batches.part(each, grid, kind=strategies.sequence, first=number * samples)
+            for number, each in enumerate(whole)
+        ]
+        with echelon.comm.record() as records:
+            counted = batches.count(torch.cat([targets(each) for each in given]), grid.mesh("data"))
+            losses = pipe.run(given, lambda out, _: out / counted)
+        total = torch.stack([torch.zeros((), dtype=torch.float64), *(x for x in losses if x is not None)]).sum()
+        dist.all_reduce(total)
+        worst["loss"] = worse(worst["loss"], abs(total.item() / layout.tp / loss_alone - 1))
+        for name, gradient in data.full_gradients(model).items():
+            expected = gradients_alone[model.apart[name].name if name in model.apart else name]
+            worst["gradient"] = worse(worst["gradient"], ((gradient - expected).norm() / expected.norm()).item())
+        with echelon.comm.record() as updating:
+            norm = optimizer.step()
+        worst["norm"] = worse(worst["norm"], abs(norm / norm_alone - 1))
+        if step == STEPS - 1:
+            for record in [*records, *updating]:
+                sent[record.dimension, record.operation] += record.payload
+    for name, buffer in model.named_buffers():
+        worst["buffers"] = worse(worst["buffers"], (buffer - ended[name]).abs().max().item())
+    for name, parameter in data.full_parameters(model).items():
+        expected = ended[model.apart[name].name if name in model.apart else name]
+        worst["parameters"] = worse(worst["parameters"], (parameter - expected).abs().max().item())
+    return {"errors": dict(worst), "traffic": {key: payload for key, payload in sent.items() if payload}}
