@@ -36,7 +36,6 @@ class Versions:
                 name: parameter.data.requires_grad_(parameter.requires_grad)
                 for name, parameter in self._model.named_parameters()
             }
-            self.most = max(self.most, len(self._leaves))
         return self._leaves[version]
 
     def release(self, version: int) -> None:
@@ -61,4 +60,5 @@ class Versions:
                 parameters[piece.name].data = piece.memory.data
         norm = optimizer.step()
         self._newest += 1
+        self.most = max(self.most, len({*self._leaves, self._newest}))
         return norm

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from tests.parallel.pipeline.training import train
+from tests.parallel.pipeline.training import train, train_with_versions
 
 SYNCHRONOUS = ["gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "chimera"]
 
@@ -19,3 +21,46 @@ def how(schedule: str, **more: object) -> dict[str, object]:
 def test_a_schedule_equals_one_process(ranks, schedule, stages, family):
     for told in ranks(stages, train, family, {"pp": stages}, how(schedule), 4):
         assert max(told["errors"].values()) <= 1e-9, told["errors"]
+
+
+COMBINED = {
+    "pp × dp": ("1f1b", {"dp": 2, "pp": 2}, {}),
+    "gems × dp": ("gems", {"dp": 2, "pp": 2}, {}),
+    "chimera × dp": ("chimera", {"dp": 2, "pp": 2}, {}),
+    "interleaved × dp": ("interleaved", {"dp": 2, "pp": 2}, {}),
+    "zero-bubble × dp": ("zero-bubble", {"dp": 2, "pp": 2}, {}),
+    "pp × tp": ("1f1b", {"pp": 2, "tp": 2}, {}),
+    "zero-bubble × tp": ("zero-bubble", {"pp": 2, "tp": 2}, {}),
+    "gpipe × ring": ("gpipe", {"pp": 2, "cp": 2}, {}),
+    "1f1b × ulysses": ("1f1b", {"pp": 2, "cp": 2}, {"sequence": "ulysses"}),
+    "pp × shard 1": ("1f1b", {"dp": 2, "pp": 2}, {"stage": 1}),
+    "pp × shard 2": ("1f1b", {"dp": 2, "pp": 2}, {"stage": 2}),
+    "pp × shard 3": ("1f1b", {"dp": 2, "pp": 2}, {"stage": 3}),
+    "gpipe × shard 3": ("gpipe", {"dp": 2, "pp": 2}, {"stage": 3}),
+    "interleaved × shard 3": ("interleaved", {"dp": 2, "pp": 2}, {"stage": 3}),
+    "zero-bubble × shard 1": ("zero-bubble", {"dp": 2, "pp": 2}, {"stage": 1}),
+    "zero-bubble × shard 2": ("zero-bubble", {"dp": 2, "pp": 2}, {"stage": 2}),
+    "zero-bubble × shard 3": ("zero-bubble", {"dp": 2, "pp": 2}, {"stage": 3}),
+    "pp × dp × tp": ("1f1b", {"dp": 2, "pp": 2, "tp": 2}, {}),
+    "interleaved × shard 3 × tp": ("interleaved", {"dp": 2, "pp": 2, "tp": 2}, {"stage": 3}),
+    "zero-bubble × shard 3 × tp": ("zero-bubble", {"dp": 2, "pp": 2, "tp": 2}, {"stage": 3}),
+    "pp × hybrid shard": ("1f1b", {"dp": 4, "pp": 2, "replicate": 2}, {"stage": 3}),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_pipeline_with_other_dimensions_equals_one_process(ranks, name):
+    schedule, degrees, more = COMBINED[name]
+    size = math.prod(degree for dimension, degree in degrees.items() if dimension != "replicate")
+    for told in ranks(size, train, "gpt", degrees, how(schedule, **more), 4):
+        assert max(told["errors"].values()) <= 1e-9, told["errors"]
+
+
+@pytest.mark.parametrize("family", ["gpt", "resnet"])
+@pytest.mark.parametrize(("stages", "dp"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_versions_are_those_of_one_process(ranks, schedule, stages, dp, family):
+    for rank, told in enumerate(ranks(stages * dp, train_with_versions, family, schedule, stages, dp, 8)):
+        assert max(told["errors"].values()) <= 1e-9, told["errors"]
+        stage = rank // dp
+        assert told["copies"] == (stages - stage if schedule == "pipedream" else 2)

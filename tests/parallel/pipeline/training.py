@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import echelon
 from echelon.models.gpt import GPT, GPTConfig
@@ -18,6 +19,7 @@ from echelon.parallel import data
 from echelon.parallel.apply import Strategies, parallelize, pipeline
 from echelon.parallel.layout import Layout
 from echelon.parallel.optimizer import Optimizer
+from echelon.parallel.pipeline.partition import partition
 from tests.parallel.matrix import grid_of, targets, worse
 
 STEPS, LENGTH, VOCABULARY, SAMPLES = 3, 8, 31, 2  # samples of a microbatch, for each of dp
@@ -108,3 +110,76 @@ def train(family: str, degrees: dict[str, int], how: dict[str, Any], microbatche
         expected = ended[model.apart[name].name if name in model.apart else name]
         worst["parameters"] = worse(worst["parameters"], (parameter - expected).abs().max().item())
     return {"errors": dict(worst), "traffic": {key: payload for key, payload in sent.items() if payload}}
+
+
+def newest(schedule: str, stages: int, stage: int, number: int) -> int:
+    """The version of its weights that a stage uses for a microbatch."""
+    if schedule == "pipedream":
+        return max(0, number - (stages - 1 - stage))
+    return max(0, number // stages - 1)
+
+
+@cache
+def alone_with_versions(family: str, schedule: str, stages: int, microbatches: int, samples: int) -> Any:
+    """One process that computes each microbatch with the weights that each stage would have: the losses of every step,
+    and all that the model holds at the end.
+    """
+    model: Any = build(family, tied=False).double()
+    spans = partition(model, stages)
+    links = [span_of(name, model.links(), spans) for name, _ in model.named_parameters()]
+    optimizer, each = SGD(model.parameters()), 1 if schedule == "pipedream" else stages
+    told = []
+    for step in range(STEPS):
+        model.place.step = step
+        versions = [{name: p.detach().clone() for name, p in model.named_parameters()}]
+        losses = []
+        for number in range(microbatches):
+            weights = {
+                name: versions[newest(schedule, stages, stage, number)][name].requires_grad_()
+                for (name, _), stage in zip(model.named_parameters(), links, strict=True)
+            }
+            loss = functional_call(model, weights, kwargs=microbatch(family, step, number, samples))
+            loss = loss / count(family, each, samples)
+            for (_, parameter), gradient in zip(
+                model.named_parameters(), torch.autograd.grad(loss, list(weights.values())), strict=True
+            ):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            losses.append(loss.item())
+            if (number + 1) % each == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        told.append(losses)
+    return told, {name: each.clone() for name, each in model.state_dict().items()}
+
+
+def span_of(name: str, links: list[list[str]], spans: list[range]) -> int:
+    """The stage that a parameter belongs to."""
+    [link] = [n for n, parts in enumerate(links) if any(name == part or name.startswith(f"{part}.") for part in parts)]
+    [stage] = [number for number, span in enumerate(spans) if link in span]
+    return stage
+
+
+def train_with_versions(family: str, schedule: str, stages: int, dp: int, microbatches: int) -> dict[str, Any]:
+    """A rank's largest errors, and how many copies of its weights it had."""
+    samples = SAMPLES * dp
+    reference, ended = alone_with_versions(family, schedule, stages, microbatches, samples)
+    grid = grid_of(Layout(dp=dp, pp=stages), "cpu")
+    strategies = Strategies(precision="fp64", global_batchnorm=True, schedule=schedule)
+    model: Any = parallelize(build(family, tied=False).double(), grid, strategies)
+    optimizer = Optimizer(SGD, model)
+    pipe = pipeline(model, grid, strategies, microbatches)
+    counted = count(family, 1 if schedule == "pipedream" else stages, samples)
+    worst: dict[str, float] = defaultdict(float)
+    for step, losses_alone in enumerate(reference):
+        model.place.step = step
+        whole = [microbatch(family, step, number, samples) for number in range(microbatches)]
+        given = [batches.part(each, grid, first=number * samples) for number, each in enumerate(whole)]
+        losses = pipe.run(given, lambda out, _: out / counted, optimizer)
+        own = torch.tensor([0.0 if loss is None else loss.item() for loss in losses], dtype=torch.float64)
+        dist.all_reduce(own)
+        worst["loss"] = worse(worst["loss"], (own / torch.tensor(losses_alone, dtype=torch.float64) - 1).abs().max().item())
+    for name, tensor in model.state_dict().items():
+        worst["state"] = worse(worst["state"], (tensor - ended[name]).abs().max().item())
+    assert pipe.versions is not None
+    return {"errors": dict(worst), "copies": pipe.versions.most}
