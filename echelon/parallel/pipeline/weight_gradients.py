@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.later = later
+        ctx.weight, ctx.later = weight, later  # what is saved may come back as another tensor, from recomputation
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
         of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         of_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = ctx.later.note(weight, lambda: grad.flatten(0, -2).T @ x.flatten(0, -2))
+            of_weight = ctx.later.note(ctx.weight, lambda: grad.flatten(0, -2).T @ x.flatten(0, -2))
         return of_x, of_weight, of_bias, None
 
 
@@ -102,7 +102,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any, later: Later) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how, ctx.later = how, later
+        ctx.weight, ctx.how, ctx.later = weight, how, later
         stride, padding, dilation, groups = how
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
 
@@ -122,5 +122,5 @@ class _Convolution(torch.autograd.Function):
             return found
 
         of_x = gradient(0) if ctx.needs_input_grad[0] else None
-        of_weight = ctx.later.note(weight, lambda: gradient(1)) if ctx.needs_input_grad[1] else None
+        of_weight = ctx.later.note(ctx.weight, lambda: gradient(1)) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, of_bias, None, None

@@ -178,7 +178,9 @@ def train_with_versions(family: str, schedule: str, stages: int, dp: int, microb
         losses = pipe.run(given, lambda out, _: out / counted, optimizer)
         own = torch.tensor([0.0 if loss is None else loss.item() for loss in losses], dtype=torch.float64)
         dist.all_reduce(own)
-        worst["loss"] = worse(worst["loss"], (own / torch.tensor(losses_alone, dtype=torch.float64) - 1).abs().max().item())
+        worst["loss"] = worse(
+            worst["loss"], (own / torch.tensor(losses_alone, dtype=torch.float64) - 1).abs().max().item()
+        )
     for name, tensor in model.state_dict().items():
         worst["state"] = worse(worst["state"], (tensor - ended[name]).abs().max().item())
     assert pipe.versions is not None
