@@ -1,0 +1,1 @@
+"""Pipelines: schedules as data, and what reads them: a simulator, drawings and the runtime."""

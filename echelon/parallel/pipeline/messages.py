@@ -1,0 +1,50 @@
+"""Messages put between computations: what a stage on another rank needs is sent and received.
+
+A send stands right after its computation. A receive stands one computation ahead of the one that needs it, so that the
+message travels while the rank computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from echelon.parallel.pipeline.actions import COMPUTATIONS, Action, Direction, Kind, Schedule, What
+
+
+def with_messages(
+    name: str,
+    rows: Sequence[Sequence[Action]],
+    microbatches: int,
+    *,
+    chunks: int = 1,
+    directions: tuple[Direction, ...] = ("down",),
+) -> Schedule:
+    """The schedule whose ranks compute in the order of these rows."""
+    ranks = len(rows)
+    bare = Schedule(name, ranks, ranks * chunks, microbatches, tuple(map(tuple, rows)), directions)
+    actions = tuple(_row(bare, row) for row in bare.actions)
+    return Schedule(name, ranks, bare.stages, microbatches, actions, directions)
+
+
+def _row(schedule: Schedule, row: tuple[Action, ...]) -> tuple[Action, ...]:
+    computations = [place for place, action in enumerate(row) if action.kind in COMPUTATIONS]
+    ahead = dict(itertools.pairwise(computations))
+    woven: list[Action] = []
+    for place, action in enumerate(row):
+        if computations and place == computations[0]:
+            woven += _message("receive", schedule, action)
+        if place in ahead:
+            woven += _message("receive", schedule, row[ahead[place]])
+        woven += [action, *_message("send", schedule, action)]
+    return tuple(woven)
+
+
+def _message(kind: Kind, schedule: Schedule, action: Action) -> list[Action]:
+    """What a computation sends or receives: one message, or none if there is nothing or the other stage is here."""
+    other = schedule.source(action) if kind == "receive" else schedule.target(action)
+    way = action.direction
+    if other is None or schedule.rank_of(other, way) == schedule.rank_of(action.stage, way):
+        return []
+    what: What = "activation" if action.kind == "forward" else "gradient"
+    return [Action(kind, action.stage, action.microbatch, way, what=what)]
