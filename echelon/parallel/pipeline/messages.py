@@ -33,14 +33,14 @@ def _row(schedule: Schedule, row: tuple[Action, ...]) -> tuple[Action, ...]:
     woven: list[Action] = []
     for place, action in enumerate(row):
         if computations and place == computations[0]:
-            woven += _message("receive", schedule, action)
+            woven += message("receive", schedule, action)
         if place in ahead:
-            woven += _message("receive", schedule, row[ahead[place]])
-        woven += [action, *_message("send", schedule, action)]
+            woven += message("receive", schedule, row[ahead[place]])
+        woven += [action, *message("send", schedule, action)]
     return tuple(woven)
 
 
-def _message(kind: Kind, schedule: Schedule, action: Action) -> list[Action]:
+def message(kind: Kind, schedule: Schedule, action: Action) -> list[Action]:
     """What a computation sends or receives: one message, or none if there is nothing or the other stage is here."""
     other = schedule.source(action) if kind == "receive" else schedule.target(action)
     way = action.direction

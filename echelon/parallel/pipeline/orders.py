@@ -97,7 +97,7 @@ def pipedream(ranks: int, microbatches: int) -> Schedule:
 
 
 def pipedream_2bw(ranks: int, microbatches: int) -> Schedule:
-    """1f1b with an update after every `ranks` microbatches; each such batch uses the version before the newest (2021)."""
+    """1f1b with an update after every `ranks` microbatches, with weights one update old (Narayanan et al., 2021)."""
     versions = [max(microbatch // ranks - 1, 0) for microbatch in range(microbatches)]
     rows = [_updated(_row(rank, microbatches, ranks - 1 - rank, versions), every=ranks) for rank in range(ranks)]
     return with_messages("pipedream-2bw", rows, microbatches)
