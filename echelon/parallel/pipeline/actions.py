@@ -56,6 +56,10 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     directions: tuple[Direction, ...] = ("down",)
 
+    def __post_init__(self) -> None:
+        if len(self.actions) != self.ranks:
+            raise ValueError(f"{self.name} has {self.ranks} ranks, but rows of actions for {len(self.actions)}")
+
     @property
     def chunks(self) -> int:
         """Stages of a rank in one direction."""

@@ -94,7 +94,7 @@ class _Walk:
     def _reduce(self, action: Action) -> None:
         due = {
             (microbatch, stage)
-            for microbatch in range(self.reduced + 1, min(action.microbatch + 1, self.schedule.microbatches))
+            for microbatch in range(self.reduced + 1, action.microbatch + 1)
             for stage, way in self.schedule.held(self.rank)
             if way == self.schedule.direction_of(microbatch)
         }

@@ -191,15 +191,18 @@ def _weights(schedule: Schedule, rank: int) -> int:
 
 
 def _check_costs(schedule: Schedule, costs: Costs) -> None:
-    for name in ("forward", "backward_input", "backward_weight"):
+    for name in ("forward", "backward_input", "backward_weight", "latency", "activation_bytes", "reduce", "step"):
         cost = getattr(costs, name)
-        if isinstance(cost, Sequence) and len(cost) != schedule.stages:
+        each = cost if isinstance(cost, Sequence) else [cost] * schedule.stages
+        if len(each) != schedule.stages:
             raise ValueError(
-                f"{schedule.name} has {schedule.stages} stages, but the costs of {name} are {len(cost)}: "
-                "give one for each, or a single one for all"
+                f"{schedule.name} has {schedule.stages} stages, but {name} has {len(each)} costs: "
+                "give one for each stage, or a single one for all"
             )
-        if min(cost) < 0 if isinstance(cost, Sequence) else cost < 0:
-            raise ValueError(f"the cost of {name} is {cost}: choose 0 or more")
+        if not all(0 <= one < math.inf for one in each):
+            raise ValueError(f"{name} costs {cost}: choose 0 or more")
+    if not costs.bandwidth > 0:
+        raise ValueError(f"a bandwidth of {costs.bandwidth} carries nothing: choose more than 0")
 
 
 def _at(cost: float | Sequence[float], stage: int) -> float:
