@@ -21,6 +21,7 @@ from echelon.launch.find import NoMPI, find
 from echelon.launch.say import fail, say
 from echelon.launch.start import Job
 from echelon.launch.start import run as start
+from echelon.plan.schedule_command import schedule
 from echelon.serve.command import generate, serve
 from echelon.trace.command import trace
 from echelon.train.command import train
@@ -93,6 +94,9 @@ app.command()(serve)
 app.command()(generate)
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
+plan_app = typer.Typer(help="What a layout will hold, send and take, before it runs.", no_args_is_help=True)
+plan_app.command()(schedule)
+app.add_typer(plan_app, name="plan")
 app.command()(bench)
 app.command("bench train")(bench_train)
 app.command("bench serve", context_settings={"allow_extra_args": True})(bench_serve)  # --goodput has several words
