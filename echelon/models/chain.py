@@ -39,6 +39,10 @@ class Linked(nn.Module):
         """The names of each link's parts (modules and parameters), in the order in which they are computed."""
         raise NotImplementedError
 
+    def parts(self, link: int) -> list[str]:
+        """The names of a link's parts, also of one that was thrown away."""
+        return self._links[link]
+
     def edges(self) -> list[Edge]:
         """What goes from link to link."""
         return [*((link, link + 1) for link in range(len(self._links) - 1)), *self.skips]

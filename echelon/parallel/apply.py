@@ -24,6 +24,7 @@ from echelon.parallel.pipeline.actions import Schedule
 from echelon.parallel.pipeline.partition import Balance, linked, partition
 from echelon.parallel.pipeline.run import Pipeline, held
 from echelon.parallel.pipeline.schedule import SCHEDULES, make
+from echelon.parallel.pipeline.traffic import Part
 from echelon.parallel.recompute import Recompute, blocks, recompute
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -96,18 +97,26 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
     if strategies.compile:
         for block in blocks(model):
             block.compile()
+    return _over_data(model, grid, strategies)
+
+
+def _over_data(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
     if grid.layout.pp > 1 and _placed(grid.layout, strategies).is_bidirectional:
         return data.replicate(model, _twins(grid))
+    if grid.layout.pp > 1 and _placed(grid.layout, strategies).is_versioned:
+        return data.replicate(model, grid.mesh("data"), alone=True)
     if strategies.stage == 0:
-        if grid.layout.pp > 1 and _placed(grid.layout, strategies).is_versioned:
-            return data.replicate(model, grid.mesh("data"), alone=True)
         apart = grid.mesh("dp") if strategies.average_every else None
         if apart is None and grid.layout.size == 1:
             return model  # whose gradients are the sums already
         return data.replicate(model, summed_over(grid, strategies), apart=apart)
     if strategies.stage < 3:
         return data.shard(model, grid.mesh("data"), strategies.stage)
-    return data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)
+    model = data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)
+    if grid.layout.pp > 1:
+        spans: Any = model.spans
+        data.prefetch_within(model, [_blocks_of(model, span) for span in spans])
+    return model
 
 
 def cut(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
@@ -131,6 +140,20 @@ def pipeline(model: Any, grid: Grid, strategies: Strategies, microbatches: int) 
     """What runs a parallelized model on this rank, for so many microbatches a step."""
     schedule = make(strategies.schedule, grid.layout.pp, microbatches, chunks=strategies.chunks)
     return Pipeline(model, model.spans, schedule, grid.mesh("pp").get_group())
+
+
+def part_of(model: Any, layout: Layout, strategies: Strategies, place: int, microbatches: int) -> Part:
+    """What the rank at a place of `pp` has of a whole model on the meta device, and how often it computes it."""
+    if layout.pp == 1:
+        return Part(model)
+    schedule = make(strategies.schedule, layout.pp, microbatches, chunks=strategies.chunks)
+    return Part(linked(model), spans_of(model, layout, strategies), schedule, place)
+
+
+def _blocks_of(model: Any, span: range) -> list[str]:
+    """The names of a span's parts, as far as this rank has them."""
+    here = dict(model.named_modules())
+    return [name for link in span for name in model.parts(link) if name in here]
 
 
 def is_cut(model: nn.Module) -> bool:

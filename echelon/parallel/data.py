@@ -9,7 +9,7 @@ by the count over all ranks. All start from the parameters of the mesh's first r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -52,6 +52,19 @@ def shard(model: nn.Module, mesh: DeviceMesh, stage: int, *, reshard_after_forwa
             again = reshard_after_forward and module is not model
             sum_gradients(fully_shard(module, mesh=mesh, reshard_after_forward=again))
     return model
+
+
+def prefetch_within(model: nn.Module, spans: Iterable[Sequence[str]]) -> None:
+    """In stage 3, let backward passes gather ahead only what they will need: of the modules that a span names, the one
+    before. (By itself FSDP2 takes what was computed before, which in a pipeline may be of another pass.)
+    """
+    modules = dict(model.named_modules())
+    for names in spans:
+        units = [modules[name] for name in names if isinstance(modules[name], FSDPModule)]
+        for before, unit in zip([*units[:1], *units], units, strict=False):
+            unit.set_modules_to_backward_prefetch([before])
+    if isinstance(model, FSDPModule):
+        model.set_modules_to_backward_prefetch([model])
 
 
 @contextmanager

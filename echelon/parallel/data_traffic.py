@@ -27,6 +27,7 @@ class Held:
     shape: tuple[int, ...]
     element_size: int = 4  # bytes
     trainable: bool = True
+    apart: str = ""  # its name, if another stage of a pipeline has it, too: then it is a bucket of its own
 
 
 Units = Mapping[str, Sequence[Held]]  # as `buckets.units` names them: the blocks, and "" the rest
@@ -51,10 +52,12 @@ def traffic(
     replicas: int = 1,
     backwards: int = 1,
     reshard_after_forward: bool = True,
+    gatherings: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
     """Payload of one step of so many backward passes, by the operation's name in the record.
 
-    `ranks` share one replica's state; there is more than one replica in stage 3 alone.
+    `ranks` share one replica's state; there is more than one replica in stage 3 alone. `gatherings` says how often
+    stage 3 gathers each unit in a step, where passes do not simply follow each other.
     """
     if stage == 0:
         return {"all_reduce": bucket_bytes(model, parts=None)}
@@ -63,10 +66,10 @@ def traffic(
         return {"reduce_scatter_single": once * (backwards if stage == 2 else 1), "all_gather_single": once}
     sent = {"all_gather_single": 0, "reduce_scatter_single": 0, "all_reduce": 0}
     for unit, parameters in model.items():
-        gatherings = 2 if reshard_after_forward and unit else 1
+        gathered = backwards * (2 if reshard_after_forward and unit else 1) if gatherings is None else gatherings[unit]
         gradients = shard_bytes([each for each in parameters if each.trainable], ranks)
         if ranks > 1:
-            sent["all_gather_single"] += backwards * gatherings * shard_bytes(parameters, ranks) * ranks
+            sent["all_gather_single"] += gathered * shard_bytes(parameters, ranks) * ranks
             sent["reduce_scatter_single"] += backwards * gradients * ranks
         if replicas > 1:
             sent["all_reduce"] += gradients
@@ -77,11 +80,11 @@ def bucket_bytes(model: Units, parts: int | None) -> int:
     """Of all buckets: with padding if they are parted."""
     total = 0
     for parameters in model.values():
-        counts: dict[int, list[int]] = defaultdict(list)
+        counts: dict[tuple[int, str], list[int]] = defaultdict(list)
         for each in parameters:
             if each.trainable:
-                counts[each.element_size].append(math.prod(each.shape))
-        total += sum(lay_out(some, size, parts)[1] * size for size, some in counts.items())
+                counts[each.element_size, each.apart].append(math.prod(each.shape))
+        total += sum(lay_out(some, size, parts)[1] * size for (size, _), some in counts.items())
     return total
 
 

@@ -76,9 +76,19 @@ def shares_gradient(name: str, kv_heads: int, ranks: int, sequence_parallel: boo
 
 
 def traffic(
-    blocks: int, batch: int, sequence: int, hidden: int, ranks: int, element_size: int, sequence_parallel: bool = True
+    blocks: int,
+    batch: int,
+    sequence: int,
+    hidden: int,
+    ranks: int,
+    element_size: int,
+    sequence_parallel: bool = True,
+    *,
+    embeds: bool = True,
+    ends: bool = True,
 ) -> dict[str, int]:
-    """Payload bytes by operation, over `ranks`, of one forward and backward pass.
+    """Payload bytes by operation, over `ranks`, of one forward and backward pass through so many blocks, the embedding
+    (`embeds`) and the head (`ends`).
 
     Each attention and MLP gathers the stream and scatters a sum, forward, and the other way round, backward; so do the
     embedding (which only scatters) and the head (which only gathers). A whole stream is all-reduced instead, and has no
@@ -89,8 +99,9 @@ def traffic(
         return {}
     stream = batch * sequence * hidden * element_size
     if sequence_parallel:
-        return {"all_gather_single": (4 * blocks + 2) * stream, "reduce_scatter_single": (4 * blocks + 2) * stream}
-    return {"all_reduce": 4 * blocks * stream + batch * hidden * element_size}
+        times = 4 * blocks + embeds + ends
+        return {"all_gather_single": times * stream, "reduce_scatter_single": times * stream}
+    return {"all_reduce": 4 * blocks * stream + ends * batch * hidden * element_size}
 
 
 def _style(last: str, module: nn.Module, stream: Placement) -> ParallelStyle | None:

@@ -7,15 +7,18 @@ which every block's gradient is needed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.models.chain import Given
 from echelon.parallel import batchnorm, buckets, data_traffic, loss, sequence, tensor
-from echelon.parallel.apply import DTYPES, Strategies
+from echelon.parallel.apply import DTYPES, Strategies, part_of
+from echelon.parallel.buckets import lay_out
 from echelon.parallel.layout import Layout
+from echelon.parallel.pipeline.traffic import Part, Passes
 from echelon.plan.memory import STATE, local_shape
 
 Traffic = Counter[tuple[str, str]]  # by view and operation
@@ -23,13 +26,72 @@ _NUMBER = 8  # bytes of a count or a norm
 
 
 def traffic(
-    model: nn.Module, layout: Layout, strategies: Strategies, batch: int, length: int = 1, rank: int = 0
+    model: Any,
+    layout: Layout,
+    strategies: Strategies,
+    batch: int,
+    length: int = 1,
+    rank: int = 0,
+    *,
+    microbatches: int = 1,
+    example: Given | None = None,
 ) -> Traffic:
-    """For a global batch of so many samples, each a sequence of `length` tokens (an image's patches)."""
+    """For a global batch of so many samples, each a sequence of `length` tokens (an image's patches).
+
+    A pipeline takes the batch in `microbatches`, and needs an `example`: the arguments of the plain model, on the meta
+    device, for one microbatch of one rank of dp and cp.
+    """
     place = layout.coordinates(rank)
     grid = layout.grids[place["pp"]]
-    element = DTYPES[strategies.precision].itemsize
-    samples, tokens = batch // layout.dp, length // grid.cp
+    own = part_of(model, layout, strategies, place["pp"], microbatches)
+    samples = batch // layout.dp // own.microbatches
+    sent: Traffic = Counter()
+    for passes in own.passes:
+        for key, payload in _of_a_pass(model, passes, layout, strategies, samples, length, rank).items():
+            sent[key] += passes.count * payload
+
+    def add(view: str, part: dict[str, int], times: int = 1) -> None:
+        for operation, payload in part.items():
+            sent[view, operation] += times * payload
+
+    element, splits, kv_heads = DTYPES[strategies.precision].itemsize, hasattr(model, "tokens"), _kv_heads(model)
+    if grid.tp > 1:
+        sizes = {name: each.numel() for name, each in own.model.named_parameters() if each.requires_grad}
+        for passes in own.passes:
+            names = [name for name in passes.names if tensor.shares_gradient(name, kv_heads, grid.tp, splits)]
+            shares = sum(sizes.get(name, 0) for name in names) * element
+            add("tp", {"all_reduce": shares}, passes.count if strategies.stage > 1 and own.reductions > 1 else 1)
+    summed = _summed(strategies)
+    ranks = len(layout.group(summed, rank))
+    held = _held(own.model, kv_heads, grid.tp, place["tp"], element)
+    if strategies.stage == 3:
+        shards, often = len(layout.group("shard_cp", rank)), own.gatherings(held)
+        told = data_traffic.traffic(
+            held, 3, shards, replicas=layout.replicate, backwards=own.reductions, gatherings=often
+        )
+        add("replicate", {"all_reduce": told.pop("all_reduce", 0)})
+        add("shard_cp", told)
+    else:
+        told = data_traffic.traffic(held, strategies.stage, ranks, backwards=own.reductions)
+        add("twins" if own.is_bidirectional else summed, told, own.updates)
+    if layout.pp > 1:
+        streams = own.messages(model, example, DTYPES[strategies.precision]) // (grid.tp if splits else 1)
+        add("pp", {"send": streams + own.statistics(element) + _ties(own, held, strategies.stage, layout, rank)})
+    if ranks > 1:
+        add(summed, {"all_reduce": _NUMBER})  # how many targets count
+    for view in ("tp", "cp") if strategies.average_every else ("data",) if own.is_versioned else ("world",):
+        if len(layout.group(view, rank)) > 1:
+            add(view, {"all_reduce": _NUMBER}, own.updates)  # the gradients' norm
+    return +sent
+
+
+def _of_a_pass(
+    model: nn.Module, passes: Passes, layout: Layout, strategies: Strategies, samples: int, length: int, rank: int
+) -> Traffic:
+    """Forward and backward, of one microbatch: all but the gradients of parameters and what goes to other stages."""
+    grid = layout.grids[layout.coordinates(rank)["pp"]]
+    element, splits, kv_heads = DTYPES[strategies.precision].itemsize, hasattr(model, "tokens"), _kv_heads(model)
+    tokens = length // grid.cp
     sent: Traffic = Counter()
 
     def add(view: str, *parts: dict[str, int]) -> None:
@@ -37,44 +99,24 @@ def traffic(
             for operation, payload in part.items():
                 sent[view, operation] += payload
 
-    blocks: list[Any] = list(getattr(model, "blocks", []))
-    kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
-    splits = hasattr(model, "tokens")  # whether its sequences can be split
     if grid.tp > 1:
-        hidden = blocks[0].attention.out.weight.shape[0]
-        add("tp", tensor.traffic(len(blocks), samples, tokens, hidden, grid.tp, element, splits))
-        add("tp", *loss.traffic(samples * (tokens if splits else 1), grid.tp, element))
-        shares = [
-            parameter.numel()
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and tensor.shares_gradient(name, kv_heads, grid.tp, splits)
-        ]
-        add("tp", {"all_reduce": sum(shares) * element})
+        hidden = _blocks(model)[0].attention.out.weight.shape[0]
+        shape = len(passes.attentions), samples, tokens, hidden, grid.tp, element, splits
+        add("tp", tensor.traffic(*shape, embeds=passes.starts, ends=passes.ends))
+        if passes.ends:
+            add("tp", *loss.traffic(samples * (tokens if splits else 1), grid.tp, element))
     if grid.cp > 1:
-        for block in blocks:
-            heads = kv_heads * block.attention.queries_per_key // grid.tp
-            local = max(kv_heads // grid.tp, 1)
-            shape = samples, length, heads, local, block.attention.head_dim, grid.cp, element
-            add("cp", *sequence.traffic(strategies.sequence, *shape))
-    summed = "cp" if strategies.average_every else "data"
-    ranks = len(layout.group(summed, rank))
+        for each in passes.attentions:
+            heads, local = kv_heads * each.queries_per_key // grid.tp, max(kv_heads // grid.tp, 1)
+            add(
+                "cp",
+                *sequence.traffic(strategies.sequence, samples, length, heads, local, each.head_dim, grid.cp, element),
+            )
     if strategies.global_batchnorm:
-        for norm in (module for module in model.modules() if isinstance(module, _BatchNorm)):
-            add(summed, *batchnorm.traffic(norm.num_features, ranks, element))
-    held = _held(model, kv_heads, grid.tp, place["tp"], element)
-    if strategies.stage == 3:
-        shards = len(layout.group("shard_cp", rank))
-        told = data_traffic.traffic(held, 3, shards, replicas=layout.replicate)
-        add("replicate", {"all_reduce": told.pop("all_reduce", 0)})
-        add("shard_cp", told)
-    else:
-        add(summed, data_traffic.traffic(held, strategies.stage, ranks))
-    if ranks > 1:
-        add(summed, {"all_reduce": _NUMBER})  # how many targets count
-    for view in ("tp", "cp") if strategies.average_every else ("world",):
-        if len(layout.group(view, rank)) > 1:
-            add(view, {"all_reduce": _NUMBER})  # the gradients' norm
-    return +sent
+        summed = _summed(strategies)
+        for norm in passes.norms:
+            add(summed, *batchnorm.traffic(norm.num_features, len(layout.group(summed, rank)), element))
+    return sent
 
 
 def averaging(
@@ -86,13 +128,25 @@ def averaging(
     if layout.dp == 1:
         return Counter()
     dtype = DTYPES[strategies.precision]
-    blocks: list[Any] = list(getattr(model, "blocks", []))
-    kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
     place = layout.coordinates(rank)
-    updated = _held(model, kv_heads, layout.grids[place["pp"]].tp, place["tp"], max(dtype.itemsize, 4))
+    updated = _held(model, _kv_heads(model), layout.grids[place["pp"]].tp, place["tp"], max(dtype.itemsize, 4))
     buffers = sum(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point()) * dtype.itemsize
     each = data_traffic.bucket_bytes(updated, parts=None)
     return Counter({("dp", "all_reduce"): each * (1 + STATE[optimizer] // 4) + buffers + _NUMBER})
+
+
+def _summed(strategies: Strategies) -> str:
+    """Over which view gradients are summed."""
+    return "cp" if strategies.average_every else "data"
+
+
+def _blocks(model: nn.Module) -> list[Any]:
+    return list(getattr(model, "blocks", []))
+
+
+def _kv_heads(model: nn.Module) -> int:
+    blocks = _blocks(model)
+    return tensor.kv_heads_of(blocks[0].attention) if blocks else 0
 
 
 def _held(model: nn.Module, kv_heads: int, tp: int, place: int, element: int) -> dict[str, list[data_traffic.Held]]:
@@ -101,10 +155,31 @@ def _held(model: nn.Module, kv_heads: int, tp: int, place: int, element: int) ->
     def local(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return local_shape(shape, tensor.split_dimension(name, kv_heads, tp), tp, place)
 
+    apart = buckets.apart_of(model)
     return {
         unit: [
-            data_traffic.Held(local(name, tuple(parameter.shape)), element, parameter.requires_grad)
+            data_traffic.Held(
+                local(name, tuple(parameter.shape)), element, parameter.requires_grad, name if name in apart else ""
+            )
             for name, parameter in parameters.items()
         ]
         for unit, parameters in buckets.units(model).items()
     }
+
+
+def _ties(own: Part, held: dict[str, list[data_traffic.Held]], stage: int, layout: Layout, rank: int) -> int:
+    """Bytes of gradients that a rank sends to the other stages that share their parameters."""
+    total = 0
+    for parameters in held.values():
+        for each in parameters:
+            if not each.apart:
+                continue
+            count = math.prod(each.shape)
+            if stage in (1, 2):
+                parts = len(layout.group("data", rank))
+                count = lay_out([count], each.element_size, parts)[1] // parts
+            elif stage == 3:
+                group = layout.group("shard_cp", rank)
+                count = math.prod(local_shape(each.shape, 0, len(group), group.index(rank)))
+            total += (len(own.model.apart[each.apart].ranks) - 1) * count * each.element_size
+    return total
