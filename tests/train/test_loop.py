@@ -30,6 +30,22 @@ LAYOUTS: dict[str, Sections] = {
         "strategies": {"sequence": "ulysses", "recompute": "full", "chunk": 16, "precision": "fp64"},
     },
     "in passes": {"train": {"micro_batch": 1}},
+    "pp 4": {"layout": {"pp": 4}, "train": {"micro_batch": 2}},
+    "pp 2 × dp 2": {"layout": {"pp": 2}},
+    "zero-bubble × tp 2": {"layout": {"pp": 2, "tp": 2}, "strategies": {"schedule": "zero-bubble", "precision": "fp64"}},
+    "interleaved × stage 3": {
+        "layout": {"pp": 2},
+        "strategies": {"schedule": "interleaved", "chunks": 2, "stage": 3, "precision": "fp64"},
+    },
+    "gpipe × cp 2": {
+        "layout": {"pp": 2, "cp": 2},
+        "strategies": {"schedule": "gpipe", "balance": "time", "recompute": "full", "precision": "fp64"},
+    },
+    "chimera × dp 2": {
+        "layout": {"pp": 2},
+        "strategies": {"schedule": "chimera", "balance": [2, 2], "precision": "fp64"},
+    },
+    "gems": {"layout": {"pp": 4}, "strategies": {"schedule": "gems", "precision": "fp64"}},
 }
 
 

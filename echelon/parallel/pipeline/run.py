@@ -93,7 +93,7 @@ class Pipeline:
         self._results: list[Any] = []
         self._loss: Loss | None = None  # of a run; a forward pass alone has none
         self._optimizer: Optimizer | None = None
-        self.norm = float("nan")  # of the gradients of the last version that a run has made
+        self.norms: list[float] = []  # of the gradients of each version that the last run has made
 
     @property
     def has_loss(self) -> bool:
@@ -109,7 +109,7 @@ class Pipeline:
             if optimizer is None:
                 raise ValueError(f"{self.schedule.name} updates while it runs: give `run` an optimizer")
             self.versions.begin(each.version for each in actions if each.kind == "forward")
-        self._loss, self._optimizer = loss, optimizer
+        self._loss, self._optimizer, self.norms = loss, optimizer, []
         passes = [action for action in actions if action.kind in BACKWARDS]
         self._begin(microbatches)
         for action in actions:
@@ -248,7 +248,7 @@ class Pipeline:
     def _step(self, _: Action) -> None:
         """Of a synchronous schedule it is the caller's."""
         if self.versions is not None and self._optimizer is not None:
-            self.norm = self.versions.update(self._optimizer)
+            self.norms.append(self.versions.update(self._optimizer))
 
     def _rank_of(self, link: int, action: Action) -> int:
         return self.schedule.rank_of(self._stage_of[link], action.direction)
