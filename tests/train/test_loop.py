@@ -32,7 +32,10 @@ LAYOUTS: dict[str, Sections] = {
     "in passes": {"train": {"micro_batch": 1}},
     "pp 4": {"layout": {"pp": 4}, "train": {"micro_batch": 2}},
     "pp 2 × dp 2": {"layout": {"pp": 2}},
-    "zero-bubble × tp 2": {"layout": {"pp": 2, "tp": 2}, "strategies": {"schedule": "zero-bubble", "precision": "fp64"}},
+    "zero-bubble × tp 2": {
+        "layout": {"pp": 2, "tp": 2},
+        "strategies": {"schedule": "zero-bubble", "precision": "fp64"},
+    },
     "interleaved × stage 3": {
         "layout": {"pp": 2},
         "strategies": {"schedule": "interleaved", "chunks": 2, "stage": 3, "precision": "fp64"},
