@@ -23,6 +23,7 @@ from echelon.train.config import Config, dump
 from echelon.train.memory import planned_optimizer, predicted
 
 _MIB = 2**20
+_FEW = 5  # names that are listed
 _KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "rest": "activations"}
 
 
@@ -50,7 +51,8 @@ def _pipeline(config: Config, model: Any) -> str:
     strategies, layout = config.strategies, config.layout
     schedule = make(strategies.schedule, layout.pp, passes(config), chunks=strategies.chunks)
     spans = spans_of(model, layout, strategies, example(config, layout))
-    links = [", ".join(name for link in span for name in linked(model).parts(link)) for span in spans]
+    parts = [[name for link in span for name in linked(model).parts(link)] for span in spans]
+    links = [", ".join(names) if len(names) < _FEW else f"{names[0]} to {names[-1]}" for names in parts]
     return "\n".join(
         [
             f"{schedule.name}: {schedule.stages} stages, a bubble of {simulate(schedule, Costs()).bubble:.1%} if all "

@@ -71,7 +71,7 @@ def _storages(tensors: Iterable[Any]) -> Kinds:
 
 
 def predicted(config: Config, *, at_peak: bool = False) -> list[Kinds] | None:
-    """What each rank will hold when it is measured, or at the most in a step; None where the plan has no such precision.
+    """What each rank will hold when it is measured, or at the most in a step; None where the plan lacks the precision.
 
     When it is measured the passes are over. Then stage 1 has no more of the gradients than stage 2; a pipeline that
     kept whole ones has summed them; and one with versions has made its last, and needs no gradients any more.
