@@ -96,7 +96,7 @@ class Linked(nn.Module):
 
     def within(self, name: str) -> dict[str, nn.Module]:
         """The children of a part that are to be computed, by their keys."""
-        children = dict(self.get_submodule(name).named_children())
+        children = {key: child for key, child in self.get_submodule(name)._modules.items() if child is not None}
         if self.span is None:
             return children
         wanted = {part for link in self.span for part in self._links[link]}
@@ -133,7 +133,7 @@ class Linked(nn.Module):
 
 
 class Chain(Linked):
-    """Any modules, one after the other, as `nn.Sequential` has them (with its names).
+    """Any modules, one after the other, as `nn.Sequential` has them (with its names). One may come more than once.
 
     A module that gives a tuple gives the next one several arguments. A skip (a, b) gives what module a has given to
     module b too, after the other arguments.
@@ -143,20 +143,31 @@ class Chain(Linked):
         super().__init__()
         for number, module in enumerate(modules):
             self.add_module(str(number), module)
-        for a, b in skips:
+        self.skips = tuple((a, b) for a, b in skips)
+        for a, b in self.skips:
             if not 0 <= a < b - 1 < len(modules) - 1:
                 raise ValueError(f"skip ({a}, {b}): it jumps over at least one of modules 0 to {len(modules) - 1}")
-        self.skips = tuple(skips)
+            if self.skips.count((a, b)) > 1:
+                raise ValueError(f"skip ({a}, {b}) is given more than once: once is enough")
+
+    @classmethod
+    def of(cls, sequence: nn.Sequential) -> Chain:
+        """The same modules with the same names."""
+        chain = cls()
+        for name, module in sequence._modules.items():
+            chain.add_module(name, module)
+        chain.training = sequence.training
+        return chain
 
     def links(self) -> list[list[str]]:
-        return [[name] for name, _ in self.named_children()]
+        return [[name] for name in self._modules]
 
     def forward(self, *arguments: Any, received: Mapping[Edge, Value] | None = None, **named: Any) -> Any:
         span = range(len(self._links)) if self.span is None else self.span
         flowing = dict(received or {})
         value: Any = None
         for link in span:
-            module = self.get_submodule(str(link))
+            module = self.get_submodule(self.parts(link)[0])
             if link == 0:
                 value = module(*arguments, **named)
             else:

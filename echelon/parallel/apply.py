@@ -21,7 +21,7 @@ from echelon.parallel import batchnorm, data, fp8, sequence, tensor
 from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.loss import chunked_cross_entropy
 from echelon.parallel.pipeline.actions import Schedule
-from echelon.parallel.pipeline.partition import Balance, linked, partition
+from echelon.parallel.pipeline.partition import Balance, bytes_of, linked, partition
 from echelon.parallel.pipeline.run import Pipeline, held
 from echelon.parallel.pipeline.schedule import SCHEDULES, make
 from echelon.parallel.pipeline.traffic import Part
@@ -214,9 +214,14 @@ def check(model: nn.Module, layout: Layout, strategies: Strategies, example: Giv
 
 
 def _check_pipeline(model: nn.Module, layout: Layout, strategies: Strategies, example: Given | None) -> None:
-    chain = linked(model)
-    spans_of(chain, layout, strategies, example)
-    schedule, name = _placed(layout, strategies), strategies.schedule
+    chain, schedule, name = linked(model), _placed(layout, strategies), strategies.schedule
+    held_bytes = bytes_of(chain)
+    for rank, spans in enumerate(held(schedule, spans_of(chain, layout, strategies, example))):
+        if not any(held_bytes[link] for span in spans for link in span):
+            raise ValueError(
+                f"{layout!r}: rank {rank} of the pipeline would hold no parameters of {type(model).__name__}: choose a "
+                "smaller pp, or say with balance=[…] how many links each stage gets"
+            )
     if strategies.average_every:
         raise ValueError(f"{layout!r}: a pipeline sums gradients in every step: use average_every=0, or pp=1")
     if schedule.splits_backward and strategies.compile:

@@ -47,7 +47,10 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of one step of training, by rank; of versioned schedules, of a window of many steps."""
+    """The actions of one step of training, by rank; of versioned schedules, of a window of many steps.
+
+    `is_versioned`: weights are updated by the schedule itself, while microbatches are under way (if there are enough).
+    """
 
     name: str
     ranks: int
@@ -55,6 +58,7 @@ class Schedule:
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]
     directions: tuple[Direction, ...] = ("down",)
+    is_versioned: bool = False
 
     def __post_init__(self) -> None:
         if len(self.actions) != self.ranks:
@@ -74,11 +78,6 @@ class Schedule:
     @property
     def is_bidirectional(self) -> bool:
         return len(self.directions) > 1
-
-    @cached_property
-    def is_versioned(self) -> bool:
-        """Whether weights change while microbatches are under way."""
-        return any(action.kind == "step" and action.version > 1 for row in self.actions for action in row)
 
     @cached_property
     def splits_backward(self) -> bool:

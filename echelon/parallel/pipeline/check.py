@@ -112,6 +112,8 @@ class _Walk:
             self._refuse(action, "comes before the reduce of its gradients")
         if action.version != self.version + 1:
             self._refuse(action, f"the newest version of the weights is {self.version}")
+        if action.version > 1 and not self.schedule.is_versioned:
+            self._refuse(action, "is a second update, in a schedule that does not say is_versioned=True")
         self.version, self.updated = action.version, action.microbatch
 
     def _refuse(self, action: Action, why: str) -> None:

@@ -7,7 +7,7 @@ microbatch's arguments, which every rank has: the first run with such arguments 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,7 +70,13 @@ def parts_of(value: Value) -> tuple[Tensor, ...]:
 
 def signature(given: Given, training: bool) -> Signature:
     """What the shapes of all values depend on."""
-    items = given.items() if isinstance(given, Mapping) else enumerate(given)
+    items = list(given.items() if isinstance(given, Mapping) else enumerate(given))
+    for name, x in items:
+        if not isinstance(x, Hashable):
+            raise TypeError(
+                f"argument {name!r} of a microbatch is a {type(x).__name__}, and shapes may depend on it: "
+                "give tensors, or what does not change (numbers, words, tuples)"
+            )
     kinds = [(name, (*x.shape, x.dtype) if isinstance(x, Tensor) else x) for name, x in items]
     return (training, torch.is_grad_enabled(), *kinds)
 
@@ -99,6 +105,8 @@ class Mail:
 
     def send(self, edge: Edge, microbatch: int, told: Signature, value: Value, rank: int) -> None:
         """Begin to send what an edge carries."""
+        if not all(isinstance(each, Tensor) for each in parts_of(value)):
+            raise TypeError(f"link {edge[0]} gives {_what(value)} to {edge[1]}: give a tensor, or a tuple of tensors")
         if rank == self._me:
             self._here[edge, microbatch, False] = value
             return
@@ -200,6 +208,12 @@ def exchange(group: dist.ProcessGroup, sent: Sequence[Message], received: Sequen
     works += [dist.isend(tensor, group=group, group_dst=rank) for tensor, rank in sent]
     for work in works:
         work.wait()
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_what, value))})"
+    return f"a {type(value).__name__}"
 
 
 def _wait(arriving: _Arriving) -> None:

@@ -19,12 +19,13 @@ def with_messages(
     *,
     chunks: int = 1,
     directions: tuple[Direction, ...] = ("down",),
+    is_versioned: bool = False,
 ) -> Schedule:
     """The schedule whose ranks compute in the order of these rows."""
     ranks = len(rows)
     bare = Schedule(name, ranks, ranks * chunks, microbatches, tuple(map(tuple, rows)), directions)
     actions = tuple(_row(bare, row) for row in bare.actions)
-    return Schedule(name, ranks, bare.stages, microbatches, actions, directions)
+    return Schedule(name, ranks, bare.stages, microbatches, actions, directions, is_versioned)
 
 
 def _row(schedule: Schedule, row: tuple[Action, ...]) -> tuple[Action, ...]:

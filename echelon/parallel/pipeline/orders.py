@@ -93,14 +93,14 @@ def pipedream(ranks: int, microbatches: int) -> Schedule:
         warm = ranks - 1 - rank
         versions = [max(microbatch - warm, 0) for microbatch in range(microbatches)]
         rows.append(_updated(_row(rank, microbatches, warm, versions), every=1))
-    return with_messages("pipedream", rows, microbatches)
+    return with_messages("pipedream", rows, microbatches, is_versioned=True)
 
 
 def pipedream_2bw(ranks: int, microbatches: int) -> Schedule:
     """1f1b with an update after every `ranks` microbatches, with weights one update old (Narayanan et al., 2021)."""
     versions = [max(microbatch // ranks - 1, 0) for microbatch in range(microbatches)]
     rows = [_updated(_row(rank, microbatches, ranks - 1 - rank, versions), every=ranks) for rank in range(ranks)]
-    return with_messages("pipedream-2bw", rows, microbatches)
+    return with_messages("pipedream-2bw", rows, microbatches, is_versioned=True)
 
 
 def _row(

@@ -1,4 +1,4 @@
-"""Where a chain of links is cut into stages: so that the dearest stage is as cheap as can be.
+"""Where a chain of links is cut into stages: so that the dearest stage is as cheap as can be, and the others even.
 
 What a link costs is told, or found: `memory` counts the bytes of its parameters, `time` measures its passes or, of a
 model without memory, counts their floating-point operations.
@@ -7,8 +7,10 @@ model without memory, counts their floating-point operations.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from echelon.models.chain import Chain, Edge, Given, Linked, Value
+from echelon.parallel.pipeline.statistics import frozen
 
 Balance = Literal["memory", "time"] | Sequence[int]
 _REPEATS = 3  # measurements of a link, of which the quickest counts
@@ -49,32 +52,46 @@ def partition(
         costs = bytes_of(chain) if balance == "memory" else times_of(chain, example)
     if len(costs) != count:
         raise ValueError(f"{len(costs)} costs for a chain of {count} links: each needs one")
+    if not all(0 <= cost < math.inf for cost in costs):
+        raise ValueError(f"costs={list(costs)}: what a link costs is 0 or more")
     return cut(costs, stages)
 
 
 def cut(costs: Sequence[float], stages: int) -> list[range]:
-    """Runs of links, none empty, whose largest sum of costs is as small as can be."""
+    """Runs of links, none empty, whose largest sum of costs is as small as can be; of such, those whose sums have the
+    smallest squares: where one link alone is the largest, the other stages are still alike.
+    """
     sums = [0.0, *itertools.accumulate(costs)]
-    count = len(costs)
-    # best[end]: the largest sum where the first `end` links are cut into as many stages as were looked at, and how
-    best: list[tuple[float, list[int]]] = [(sums[end], [0]) for end in range(count + 1)]
+    largest, _ = _best(sums, stages, max)
+    _, starts = _best(sums, stages, lambda before, cost: before + cost**2 if cost <= largest else math.inf)
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
+
+
+def _best(sums: Sequence[float], stages: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
+    """The least that `add` makes of the sums of all stages, and where these start."""
+    count = len(sums) - 1
+    # best[end]: of the first `end` links, cut into as many stages as were looked at
+    best: list[tuple[float, list[int]]] = [(add(0.0, total), [0]) for total in sums]
     for stage in range(1, stages):
-        after: list[tuple[float, list[int]]] = [(float("inf"), [])] * (count + 1)
+        after: list[tuple[float, list[int]]] = [(math.inf, [])] * (count + 1)
         for end in range(stage + 1, count + 1):
-            ways = ((max(best[at][0], sums[end] - sums[at]), [*best[at][1], at]) for at in range(stage, end))
-            after[end] = min(ways, key=lambda way: way[0])
+            totals = [add(best[at][0], sums[end] - sums[at]) for at in range(stage, end)]
+            total = min(totals)
+            at = stage + totals.index(total)
+            after[end] = total, [*best[at][1], at]
         best = after
-    starts = best[count][1]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], count], strict=True)]
+    return best[count]
 
 
 def linked(model: nn.Module) -> Linked:
     """The model as a chain; an `nn.Sequential` becomes one, of the same modules with the same names."""
     if isinstance(model, Linked):
         return model
-    if isinstance(model, nn.Sequential):
-        return Chain(*model)
-    raise ValueError(f"{_name(model)} is no chain of links: make it an nn.Sequential, a pipeline.Chain or a Linked")
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return Chain.of(model)
+    raise ValueError(
+        f"{_name(model)} is no chain of links: make it an nn.Sequential, or a Chain or Linked of echelon.models.chain"
+    )
 
 
 def bytes_of(chain: Linked) -> list[float]:
@@ -88,9 +105,14 @@ def bytes_of(chain: Linked) -> list[float]:
 def times_of(chain: Linked, example: Given | None) -> list[float]:
     """Of each link's passes, forward and backward: seconds or, on the meta device, floating-point operations."""
     if example is None:
-        raise ValueError('balance="time" needs an example: the arguments of one microbatch')
+        raise ValueError(
+            'balance="time" needs an example, the arguments of one microbatch: give it to `partition`, and as the '
+            "balance elsewhere how many links each stage has got there"
+        )
     values = example.values() if isinstance(example, Mapping) else example
-    on_meta = any(isinstance(each, Tensor) and each.is_meta for each in values)
+    on_meta = any(parameter.is_meta for parameter in chain.parameters())
+    if any(isinstance(each, Tensor) and each.is_meta != on_meta for each in values):
+        raise ValueError(f"{_name(chain)} and its example: both or neither must be on the meta device")
     received: dict[Edge, Value] = {}
     costs = []
     for link in range(len(chain.links())):
@@ -98,7 +120,8 @@ def times_of(chain: Linked, example: Given | None) -> list[float]:
         into, _ = chain.crossing(span)
         taken = {edge: _leaf(received.pop(edge)) for edge in into}
         passes = _Passes(chain, span, example, taken)
-        costs.append(float(_operations(passes) if on_meta else min(_seconds(passes) for _ in range(_REPEATS))))
+        with frozen(chain):
+            costs.append(float(_operations(passes) if on_meta else min(_seconds(passes) for _ in range(_REPEATS))))
         if isinstance(passes.out, dict):
             received |= passes.out
     chain.zero_grad()
@@ -158,7 +181,8 @@ def _parameters(chain: Linked, names: Sequence[str]) -> list[Tensor]:
 
 
 def _by_counts(counts: Sequence[int], stages: int, links: int, name: str) -> list[range]:
-    if len(counts) != stages or sum(counts) != links or min(counts) < 1:
+    wrong = [each for each in counts if not isinstance(each, Integral) or each < 1]
+    if len(counts) != stages or wrong or sum(counts) != links:
         raise ValueError(
             f"balance={list(counts)} for {stages} stages of {name}: it says how many links each stage gets, each at "
             f"least 1, {links} in all"

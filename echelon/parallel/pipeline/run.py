@@ -74,7 +74,16 @@ class Pipeline:
         if dist.get_world_size(group) != schedule.ranks or len(spans) != schedule.stages:
             raise ValueError(
                 f"a schedule of {schedule.ranks} ranks and {schedule.stages} stages, but there are "
-                f"{dist.get_world_size(group)} ranks and {len(spans)} spans of links"
+                f"{dist.get_world_size(group)} ranks and {len(spans)} spans of links: make the schedule for the "
+                "group, and partition the model into its stages"
+            )
+        if next(model.parameters(), None) is None:
+            place = f"rank {dist.get_rank(group)} of the pipeline"
+            raise ValueError(f"{place} holds no parameters: choose fewer stages, or another balance")
+        if schedule.is_versioned and model.apart:
+            raise ValueError(
+                f"{schedule.name} updates each stage by itself, so that no two can share {' and '.join(model.apart)}: "
+                "use a synchronous schedule, or a model that ties nothing"
             )
         self.model, self.schedule, self.group = model, schedule, group
         self.rank = dist.get_rank(group)
@@ -111,6 +120,8 @@ class Pipeline:
             self.versions.begin(each.version for each in actions if each.kind == "forward")
         self._loss, self._optimizer, self.norms = loss, optimizer, []
         passes = [action for action in actions if action.kind in BACKWARDS]
+        if not passes:
+            raise ValueError(f"this schedule of {self.schedule.name} has no backward passes: call `forward`")
         self._begin(microbatches)
         for action in actions:
             with self._accumulating(action, passes[-1]):

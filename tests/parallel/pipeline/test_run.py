@@ -79,3 +79,9 @@ def test_versions_are_those_of_one_process(ranks, schedule, stages, dp, family):
         assert max(told["errors"].values()) <= 1e-9, told["errors"]
         stage = rank // dp
         assert told["copies"] == (stages - stage if schedule == "pipedream" else 2)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("pipedream", 1), ("pipedream-2bw", 2)])
+def test_one_version_in_a_window_is_an_update_too(ranks, schedule, microbatches):
+    for told in ranks(2, train_with_versions, "gpt", schedule, 2, 1, microbatches):
+        assert max(told["errors"].values()) <= 1e-9, told["errors"]

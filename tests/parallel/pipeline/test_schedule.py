@@ -134,6 +134,13 @@ def test_what_a_schedule_says_of_itself(name):
     assert not schedule.is_forward_only
 
 
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("pipedream", 4, 1), ("pipedream-2bw", 4, 4)])
+def test_a_versioned_schedule_is_one_however_short_its_window(name, ranks, microbatches):
+    schedule = make(name, ranks, microbatches)
+    assert schedule.is_versioned
+    assert [a.version for row in schedule.actions for a in row if a.kind == "step"] == [1] * ranks
+
+
 @pytest.mark.parametrize("name", ["gems", "chimera"])
 def test_microbatches_are_dealt_to_the_directions_in_turn(name):
     schedule = make(name, 4, 5)
@@ -164,9 +171,13 @@ def test_forward_only_is_the_forwards(schedule):
         (("gpipe", 0, 8), 1, "gpipe with ranks=0: choose 1 or more"),
         (("gpipe", 4, 0), 1, "gpipe with microbatches=0: choose 1 or more"),
         (("chimera", 3, 8), 1, "an even number of ranks.* but has 3: choose 2 or 4, or a schedule of one direction"),
+        (("chimera", 5, 8), 1, "an even number of ranks.* but has 5: choose 4 or 6"),
         (("gems", 1, 8), 1, "an even number of ranks.* but has 1: choose 2 or 4"),
+        (("gems", 3, 8), 1, "gems needs an even number of ranks.* but has 3: choose 2 or 4"),
         (("interleaved", 4, 8), 1, "choose chunks=2 or more, or 1f1b"),
+        (("interleaved", 4, 8), 0, "interleaved with chunks=0: choose 1 or more"),
         (("interleaved", 4, 6), 2, "a multiple of 4 microbatches.* but has 6: choose 4 or 8"),
+        (("interleaved", 4, 3), 2, "a multiple of 4 microbatches.* but has 3: choose 4$"),
         (("pipedream-2bw", 4, 3), 1, "a multiple of 4 microbatches.* but has 3: choose 4$"),
         (("1f1b", 4, 8), 2, "1f1b has one stage a rank, but chunks=2: leave chunks out, or choose interleaved"),
     ],

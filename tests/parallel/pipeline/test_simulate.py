@@ -354,6 +354,11 @@ REFUSED = {
         changed(PLAIN, 1, [replace(a, version=2) if a.kind == "step" else a for a in PLAIN.actions[1]]),
         "step after microbatch 1, which makes version 2: the newest version of the weights is 0",
     ),
+    "a second step where all is synchronous": (
+        replace(STASHED, is_versioned=False),
+        "step after microbatch 1, which makes version 2: is a second update, in a schedule that does not say "
+        "is_versioned=True",
+    ),
     "no step": (
         changed(PLAIN, 1, list(PLAIN.actions[1][:-1])),
         "rank 1, step after microbatch 1, which makes version 1: is missing",
