@@ -233,7 +233,7 @@ class Saved:
 
 
 def microbatch_bytes(work: Work) -> dict[str, int]:
-    """What this rank's stage saves of one microbatch, and what a copy of its weights has, where stages lie as in 1f1b."""
+    """What this rank saves of one microbatch, and what a copy of its weights has, where stages lie as in 1f1b."""
     measured = prepared(work, "1f1b")
     model, stage = measured.pipe.model, work.grid.mesh("pp").get_local_rank()
     span = range(stage * BLOCKS, (stage + 1) * BLOCKS)
@@ -288,7 +288,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def beside_torch(work: Work, name: str) -> dict[str, Any]:
-    """Seconds of a step, forward and backward, by Echelon and by PyTorch, over the same group and over Gloo, in turns."""
+    """Seconds of a step, forward and backward, by Echelon and by PyTorch over its group and over Gloo, in turns."""
     measured = prepared(work, name)
     carriers = {"torch": work.group, "torch over gloo": work.gloo}
     peers = {key: Peer(measured, work, name, group) for key, group in carriers.items()}
