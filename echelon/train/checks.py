@@ -46,6 +46,7 @@ def check(config: Config, ranks: int) -> Config:
             _check_sequences(config, layout)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    _check_samples(config, layout)
     if layout.pp > 1:
         _check_pipeline(config, layout)
     _check_data(config)
@@ -132,6 +133,9 @@ def _check_batch(config: Config, layout: Layout) -> None:
             f"[train] micro_batch = {micro} does not divide the {own} samples that a rank has in a step (batch = "
             f"{batch}, dp = {layout.dp}): the nearest that does is {best}"
         )
+
+
+def _check_samples(config: Config, layout: Layout) -> None:
     if hasattr(config.architecture, "image") and config.image != (side := config.architecture.image):
         raise ConfigError(f"[data] image = {config.image}, but the model takes images of {side}: set [model] image too")
     if hasattr(config.architecture, "context") and config.length > config.architecture.context:

@@ -220,6 +220,21 @@ def test_dry_run(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_dry_run_of_a_pipeline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "a.toml", strategies={"precision": "fp32"})
+    job = command(path, "-n", 4, "--set", "layout.pp=2", "--set", "strategies.balance=time", "--dry-run")
+    assert job.exit_code == 0, job.output
+    for words in (
+        "in 4 passes of 1 on each rank",
+        "1f1b: 2 stages, a bubble of 20.0%",
+        "stage 1: ",
+        "ranks 2–3",
+        "send",
+    ):
+        assert words in job.stdout, job.stdout
+
+
 def test_dry_runs_of_what_is_shipped(monkeypatch):
     """Also where the data is not there."""
     monkeypatch.chdir(ROOT)

@@ -9,7 +9,7 @@ import pytest
 
 from echelon import models
 from echelon.models import hub
-from echelon.train.checks import check, check_files
+from echelon.train.checks import check, check_files, micro_batch, passes
 from echelon.train.config import ConfigError, dump, load, parse
 from tests.train.runs import TINY, config, tables, write
 
@@ -57,6 +57,9 @@ def test_overrides(tmp_path):
         ({"model": {"heads": 0}}, "heads = 0: it is 1 or more"),
         ({"model": {"context": -4}}, "context = -4: it is 1 or more"),
         ({"optimizer": {"betas": [0.9]}}, "is not a list of 2 numbers"),
+        ({"strategies": {"schedule": "1f2b"}}, "schedule='1f2b' is none of gpipe, 1f1b, interleaved"),
+        ({"strategies": {"balance": "weight"}}, 'balance = "weight" is none of memory, time'),
+        ({"strategies": {"balance": [1, 2.5]}}, "balance = [1, 2.5] is not a list of whole numbers"),
     ],
 )
 def test_errors_name_what_would_do(given, words):
@@ -94,7 +97,29 @@ def test_files_that_cannot_be_read(tmp_path):
         ({"train": {"micro_batch": 3}}, 2, "the nearest that does is 4"),
         ({"layout": {"tp": 3}}, 3, "tp=3 cannot split 4 heads"),
         ({"layout": {"dp": 2, "tp": 2}}, 8, "Layout(dp=2, tp=2) needs 4 ranks, but 8 are running"),
-        ({"layout": {"pp": 2}}, 2, "not over pp or sp"),
+        ({"layout": {"sp": 2}}, 2, "not over sp"),
+        ({"layout": {"pp": 8}}, 8, "cannot be cut into 8 stages: use 1 to 4, or a deeper model"),
+        ({"layout": {"pp": 2}, "strategies": {"balance": [1, 2]}}, 2, "it says how many links each stage gets"),
+        ({"layout": {"pp": 3}, "strategies": {"schedule": "chimera"}}, 3, "choose 2 or 4, or a schedule of one"),
+        (
+            {"layout": {"pp": 4}, "strategies": {"schedule": "pipedream-2bw"}, "model": {"tied": False}}
+            | {"train": {"micro_batch": 4, "clip": 0.0}},
+            4,
+            "needs a multiple of 4 microbatches, for weights are updated after each so many, but has 2: choose 4 (a "
+            "step's 8 samples for each rank of dp, [train] batch = 8 over dp = 1, are 2 microbatches of [train] "
+            "micro_batch = 4)",
+        ),
+        ({"layout": {"pp": 2}, "strategies": {"chunks": 2}}, 2, "leave chunks out, or choose interleaved"),
+        ({"layout": {"pp": 2}, "strategies": {"schedule": "interleaved"}}, 2, "choose chunks=2 or more, or 1f1b"),
+        ({"layout": {"pp": 2}, "strategies": {"schedule": "pipedream"}}, 2, "use tied = false, or a synchronous"),
+        (
+            {"layout": {"pp": 2}, "strategies": {"schedule": "pipedream"}, "model": {"tied": False}},
+            2,
+            "clip = 1.0: pipedream updates each stage by itself, and never knows the norm of all gradients: use clip",
+        ),
+        ({"layout": {"pp": 2}, "strategies": {"schedule": "zero-bubble", "compile": True}}, 2, "use compile=False"),
+        ({"layout": {"pp": 2, "tp": 2}, "strategies": {"schedule": "gems"}}, 4, "gems goes with dp alone"),
+        ({"layout": {"pp": 2}, "strategies": {"average_every": 2}}, 2, "use average_every=0, or pp=1"),
         ({"data": {"length": 32}}, 1, "use 16 or less"),
         ({"data": {"length": 15}, "layout": {"tp": 2}}, 2, "the nearest that can are 14 and 16"),
         ({"data": {"length": 14}, "layout": {"cp": 2}}, 2, "a multiple of 4"),
@@ -116,6 +141,23 @@ def test_impossible_together(given, ranks, words):
     with pytest.raises(ConfigError) as error:
         check(config(**given), ranks)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "count"),
+    [
+        ({}, 2, 1),
+        ({"layout": {"pp": 2}}, 2, 8),
+        ({"layout": {"pp": 4}}, 4, 8),  # as many as there are samples, where there are less than four a stage
+        ({"layout": {"pp": 2}, "train": {"batch": 12}}, 2, 12),
+        ({"layout": {"pp": 2}, "train": {"batch": 64}}, 4, 8),
+        ({"layout": {"pp": 2}, "train": {"batch": 64, "micro_batch": 8}}, 4, 4),
+    ],
+)
+def test_passes_of_a_step(given, ranks, count):
+    found = check(config(**given), ranks)
+    assert passes(found) == count
+    assert passes(found) * micro_batch(found) * found.layout.dp == found.train.batch
 
 
 def test_data_that_is_not_there():
