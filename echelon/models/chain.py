@@ -26,6 +26,7 @@ class Apart:
 
     name: str  # the first of its names in the whole model
     ranks: tuple[int, ...]  # of the pipeline
+    leads: bool  # whether this rank is the first of them
 
 
 class Linked(nn.Module):
@@ -81,7 +82,7 @@ class Linked(nn.Module):
             everyone = tuple(sorted(set().union(*where.values())))
             for name in names:
                 if rank in where[name] and len(everyone) > len(where[name]):
-                    apart.setdefault(name, Apart(names[0], everyone))
+                    apart.setdefault(name, Apart(names[0], everyone, rank == everyone[0]))
         self.apart = apart
         for link, parts in enumerate(links):
             for part in parts if rank not in holders[link] else ():

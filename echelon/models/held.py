@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from echelon.models.chain import Apart
 
 Part = tuple[slice, ...]
 
@@ -22,11 +24,18 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, each once, by the names that they have in the plain model."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        yield plain_name(name), tensor
+        yield name_in(model, name), tensor
+
+
+def name_in(model: nn.Module, name: str) -> str:
+    """The name that a tensor has in the plain, whole model: the first of them, if a link elsewhere shares it."""
+    plain = plain_name(name)
+    apart: Mapping[str, Apart] = getattr(model, "apart", {})
+    return apart[plain].name if plain in apart else plain
 
 
 def plain_name(name: str) -> str:
-    """The name that a tensor has in the plain model."""
+    """A name without what wrappers have put into it."""
     return functools.reduce(lambda name, wrapper: name.replace(wrapper, ""), _WRAPPERS, name)
 
 

@@ -51,8 +51,7 @@ class Model(Linked):
             elif tensor.dim() == 1:
                 held.local(tensor).fill_(1)
             else:
-                drawn_as = "tokens.weight" if self.tied and name == "head.weight" else name
-                _draw(tensor, counter.name_key(seed, drawn_as), self.deviation(name, tensor))
+                _draw(tensor, counter.name_key(seed, name), self.deviation(name, tensor))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Model:
         super()._apply(fn, recurse)

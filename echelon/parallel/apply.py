@@ -28,6 +28,7 @@ from echelon.parallel.pipeline.traffic import Part
 from echelon.parallel.recompute import Recompute, blocks, recompute
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+TWINS = "twins"  # the view of the ranks that hold the same stages of a bidirectional pipeline
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -119,20 +120,25 @@ def _over_data(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modul
     return model
 
 
-def cut(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
-    """Leave of a plain model this rank's links of a pipeline, also on the meta device."""
+def cut(model: nn.Module, grid: Grid, strategies: Strategies, example: Given | None = None) -> nn.Module:
+    """Leave of a plain model this rank's links of a pipeline, also on the meta device. (The balance "time" needs an
+    `example`: the arguments of a microbatch.)
+    """
     if grid.layout.pp == 1:
         return model
     chain: Any = linked(model)
     chain.splits_sequences = splits_sequences(model)
-    spans = spans_of(chain, grid.layout, strategies)
-    chain.keep(held(_placed(grid.layout, strategies), spans), grid.mesh("pp").get_local_rank())
+    spans = spans_of(chain, grid.layout, strategies, example)
+    mine, kept = grid.mesh("pp").get_local_rank(), held(_placed(grid.layout, strategies), spans)
+    chain.keep(kept, mine)
     chain.spans = spans
+    alike = next(place for place, spans in enumerate(kept) if set(spans) == set(kept[mine]))
+    chain.first_holder = int(grid.layout.blocks()[alike].flat[0])  # the first rank of the world with the same links
     return chain  # type: ignore[no-any-return]
 
 
 def spans_of(model: nn.Module, layout: Layout, strategies: Strategies, example: Given | None = None) -> list[range]:
-    """The links of each stage of a pipeline. (An `example` is needed for the balance "time".)"""
+    """The links of each stage of a pipeline."""
     return partition(model, layout.pp * strategies.chunks, strategies.balance, example=example)
 
 
@@ -142,12 +148,14 @@ def pipeline(model: Any, grid: Grid, strategies: Strategies, microbatches: int) 
     return Pipeline(model, model.spans, schedule, grid.mesh("pp").get_group())
 
 
-def part_of(model: Any, layout: Layout, strategies: Strategies, place: int, microbatches: int) -> Part:
+def part_of(
+    model: Any, layout: Layout, strategies: Strategies, place: int, microbatches: int, example: Given | None = None
+) -> Part:
     """What the rank at a place of `pp` has of a whole model on the meta device, and how often it computes it."""
     if layout.pp == 1:
         return Part(model)
     schedule = make(strategies.schedule, layout.pp, microbatches, chunks=strategies.chunks)
-    return Part(linked(model), spans_of(model, layout, strategies), schedule, place)
+    return Part(linked(model), spans_of(model, layout, strategies, example), schedule, place)
 
 
 def _blocks_of(model: Any, span: range) -> list[str]:
@@ -177,20 +185,22 @@ def _twins(grid: Grid) -> DeviceMesh:
     found = None
     for group in groups:
         if grid.rank in group:
-            found = mesh_of(grid.mesh("data").device_type, group, ("twins",))
+            found = mesh_of(grid.mesh("data").device_type, group, (TWINS,))
         else:
             stay_out_of([group])
     assert found is not None
     return found  # type: ignore[no-any-return]
 
 
-def check(model: nn.Module, layout: Layout, strategies: Strategies) -> None:
-    """Whether a model, with or without memory, can be split so; the error says what can."""
+def check(model: nn.Module, layout: Layout, strategies: Strategies, example: Given | None = None) -> None:
+    """Whether a model, with or without memory, can be split so; the error says what can. (A pipeline with the balance
+    "time" needs an `example`.)
+    """
     name = type(model).__name__
     if layout.stages is not None or layout.sp > 1:
         raise ValueError(f"{layout!r}: parallelize splits a model over dp, pp, tp and cp, in equal stages, not over sp")
     if layout.pp > 1:
-        _check_pipeline(model, layout, strategies)
+        _check_pipeline(model, layout, strategies, example)
     if layout.tp > 1 and not hasattr(model, "blocks"):
         raise ValueError(f"{layout!r}: {name} has no `blocks` of attention and MLP that tp could split: use dp alone")
     if layout.cp > 1 and not hasattr(model, "tokens"):
@@ -203,10 +213,10 @@ def check(model: nn.Module, layout: Layout, strategies: Strategies) -> None:
         fp8.check_model(model)
 
 
-def _check_pipeline(model: nn.Module, layout: Layout, strategies: Strategies) -> None:
+def _check_pipeline(model: nn.Module, layout: Layout, strategies: Strategies, example: Given | None) -> None:
     chain, schedule, name = linked(model), _placed(layout, strategies), strategies.schedule
     held_bytes = bytes_of(chain)
-    for rank, spans in enumerate(held(schedule, spans_of(chain, layout, strategies))):
+    for rank, spans in enumerate(held(schedule, spans_of(chain, layout, strategies, example))):
         if not any(held_bytes[link] for span in spans for link in span):
             raise ValueError(
                 f"{layout!r}: rank {rank} of the pipeline would hold no parameters of {type(model).__name__}: choose a "

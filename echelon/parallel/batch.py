@@ -6,6 +6,8 @@ to the ranks of `cp` as the kind of sequence parallelism wants it. Ranks of `tp`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,7 +60,13 @@ def sequences(
 
 def count(targets: Tensor, data: DeviceMesh) -> Tensor:
     """How many targets count, over all ranks of the `data` view: what the sum of losses is divided by. At least 1."""
-    counted = (targets != IGNORED).sum()
+    counted: Tensor = counts([targets], data)[0]
+    return counted
+
+
+def counts(updates: Sequence[Tensor], data: DeviceMesh) -> Tensor:
+    """The same for several updates, each with its own targets."""
+    counted = torch.stack([(targets != IGNORED).sum() for targets in updates])
     if data.size() > 1:
         dist.all_reduce(counted, group=data.get_group())
     return counted.clamp_(min=1)

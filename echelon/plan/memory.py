@@ -7,7 +7,8 @@ state are counted as the strategies of `echelon.parallel` hold them between two 
   cut into equal parts, one a rank of `data`. The optimizer has the parameters in its own part alone, and stage 2 keeps
   that part of the gradients alone;
 - stage 3 is FSDP2: over `shard_cp`, of each parameter an equal number of rows.
-Low precision means weights and gradients of 2 bytes, and a master copy of 4 beside the optimizer's state.
+Low precision means weights and gradients of 2 bytes, and a master copy of 4 beside the optimizer's state. The ranks of
+a pipeline have a portion of the model each, and activations of as many microbatches as their schedule has under way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -70,6 +71,17 @@ class Workload:
     checkpointing: Literal["none", "selective", "full"] = "none"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Portion:
+    """What the ranks of one place in a pipeline have of a model: a parameter that other places share is in each."""
+
+    shapes: Shapes
+    work: Workload | None = None  # `layers` counts a block once for each microbatch that it is held for
+    apart: Collection[str] = ()  # the parameters that other places share: each is a bucket of its own
+    versions: int = 1  # copies of the weights, in use at the same time
+    keeps_gradients: bool = False  # whether they are whole until the end of a step, in every stage
+
+
 @dataclass(frozen=True)
 class Held:
     """Bytes of one rank: four kinds on its device, and what the optimizer has on the host."""
@@ -91,7 +103,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def held(
-    shapes: Shapes | Sequence[Shapes],
+    model: Shapes | Sequence[Portion],
     layout: Layout,
     training: Training,
     work: Workload | None = None,
@@ -99,21 +111,24 @@ def held(
     split: Callable[[str], int | None] | None = None,
     rank: int = 0,
 ) -> Held:
-    """What a rank holds. `shapes` are the whole model's, for several pipeline stages a list with those of each;
+    """What a rank holds. `model` is the whole one's shapes, for a pipeline a list with the portion of each place;
     `split` names the dimension in which tensor parallelism splits a parameter, if it does (a mapping's `get` will do).
     """
     place = layout.coordinates(rank)
     grid = layout.grids[place["pp"]]
-    own = _of_stage(shapes, layout, place["pp"])
+    portion = _at(model, work, layout, place["pp"])
+    own, work = portion.shapes, portion.work
     if split is None and grid.tp > 1:
         raise ValueError(f"{layout!r} splits matrices: say along which dimension (`split`, as tensor.split_dimension)")
     dims = {name: split(name) if split else None for name in own}
     local = {name: local_shape(shape, dims[name], grid.tp, place["tp"]) for name, shape in own.items()}
     view = layout.group("shard_cp" if training.stage == 3 else "data", rank)
-    parameters, gradients, updated = _shares(local, training, view.index(rank), len(view))
+    parameters, gradients, updated = _shares(local, portion.apart, training, view.index(rank), len(view))
+    if portion.keeps_gradients:
+        gradients = sum(map(math.prod, local.values())) * BYTES[training.precision]
     state = updated * (STATE[training.optimizer] + 4 * training.has_master)
     return Held(
-        parameters,
+        parameters * portion.versions,
         gradients,
         0 if training.on_cpu else state,
         0 if work is None else activations(work, training.precision, grid.tp, grid.cp),
@@ -122,7 +137,7 @@ def held(
 
 
 def by_rank(
-    shapes: Shapes | Sequence[Shapes],
+    model: Shapes | Sequence[Portion],
     layout: Layout,
     training: Training,
     work: Workload | None = None,
@@ -130,7 +145,7 @@ def by_rank(
     split: Callable[[str], int | None] | None = None,
 ) -> list[Held]:
     """What each rank holds."""
-    return [held(shapes, layout, training, work, split=split, rank=rank) for rank in range(layout.size)]
+    return [held(model, layout, training, work, split=split, rank=rank) for rank in range(layout.size)]
 
 
 def activations(work: Workload, precision: Precision = "fp32", tp: int = 1, cp: int = 1) -> int:
@@ -149,14 +164,14 @@ def activations(work: Workload, precision: Precision = "fp32", tp: int = 1, cp: 
     return -(-whole // (tp * cp))
 
 
-def _of_stage(shapes: Shapes | Sequence[Shapes], layout: Layout, stage: int) -> Shapes:
-    stages = [shapes] if isinstance(shapes, Mapping) else list(shapes)
-    if len(stages) != len(layout.grids):
+def _at(model: Shapes | Sequence[Portion], work: Workload | None, layout: Layout, place: int) -> Portion:
+    portions = [Portion(shapes=model, work=work)] if isinstance(model, Mapping) else list(model)
+    if len(portions) != len(layout.grids):
         raise ValueError(
-            f"{layout!r} has {len(layout.grids)} pipeline stages, but there are shapes for {len(stages)}: "
-            "give a list with the shapes of each stage's own parameters"
+            f"{layout!r} has {len(layout.grids)} places in a pipeline, but there are portions for {len(portions)}: "
+            "give a list with the portion of each"
         )
-    return stages[stage]
+    return portions[place]
 
 
 def local_shape(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> tuple[int, ...]:
@@ -172,7 +187,7 @@ def _chunk(length: int, parts: int, index: int) -> int:
     return min(size, max(length - index * size, 0))
 
 
-def _shares(local: Shapes, training: Training, index: int, parts: int) -> tuple[int, int, int]:
+def _shares(local: Shapes, apart: Collection[str], training: Training, index: int, parts: int) -> tuple[int, int, int]:
     """Bytes of parameters and of gradients, and how many parameters the optimizer updates."""
     low = BYTES[training.precision]
     if training.stage == 0:
@@ -183,18 +198,18 @@ def _shares(local: Shapes, training: Training, index: int, parts: int) -> tuple[
         padded = low * sum(-(-length // parts) * width for length, width in rows)
         return padded, padded, sum(_chunk(length, parts, index) * width for length, width in rows)
     whole = padded = updated = 0
-    for counts in _buckets(local):
+    for counts in _buckets(local, apart):
         length, own = _cut(counts, low, index, parts)
         whole, padded, updated = whole + sum(counts), padded + length, updated + own
     return padded * low, (whole if training.stage == 1 else padded // parts) * low, updated
 
 
-def _buckets(local: Shapes) -> list[list[int]]:
-    """The sizes of the parameters of each unit."""
+def _buckets(local: Shapes, apart: Collection[str]) -> list[list[int]]:
+    """The sizes of the parameters of each unit, and of each that stands apart."""
     units: dict[str, list[int]] = defaultdict(list)
     for name, shape in local.items():
         found = _UNIT.match(name)
-        units[found[0] if found else ""].append(math.prod(shape))
+        units[name if name in apart else found[0] if found else ""].append(math.prod(shape))
     return list(units.values())
 
 

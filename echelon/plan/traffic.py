@@ -15,7 +15,7 @@ from torch import nn
 
 from echelon.models.chain import Given
 from echelon.parallel import batchnorm, buckets, data_traffic, loss, sequence, tensor
-from echelon.parallel.apply import DTYPES, Strategies, part_of
+from echelon.parallel.apply import DTYPES, TWINS, Strategies, part_of
 from echelon.parallel.buckets import lay_out
 from echelon.parallel.layout import Layout
 from echelon.parallel.pipeline.traffic import Part, Passes
@@ -43,7 +43,7 @@ def traffic(
     """
     place = layout.coordinates(rank)
     grid = layout.grids[place["pp"]]
-    own = part_of(model, layout, strategies, place["pp"], microbatches)
+    own = part_of(model, layout, strategies, place["pp"], microbatches, example)
     samples = batch // layout.dp // own.microbatches
     sent: Traffic = Counter()
     for passes in own.passes:
@@ -73,12 +73,12 @@ def traffic(
         add("shard_cp", told)
     else:
         told = data_traffic.traffic(held, strategies.stage, ranks, backwards=own.reductions)
-        add("twins" if own.is_bidirectional else summed, told, own.updates)
+        add(TWINS if own.is_bidirectional else summed, told, own.updates)
     if layout.pp > 1:
         streams = own.messages(model, example, DTYPES[strategies.precision]) // (grid.tp if splits else 1)
         add("pp", {"send": streams + own.statistics(element) + _ties(own, held, strategies.stage, layout, rank)})
     if ranks > 1:
-        add(summed, {"all_reduce": _NUMBER})  # how many targets count
+        add(summed, {"all_reduce": _NUMBER}, own.updates)  # how many targets count
     for view in ("tp", "cp") if strategies.average_every else ("data",) if own.is_versioned else ("world",):
         if len(layout.group(view, rank)) > 1:
             add(view, {"all_reduce": _NUMBER}, own.updates)  # the gradients' norm

@@ -13,9 +13,9 @@ from echelon.comm.group import EchelonGroup
 from echelon.launch.identity import identity
 from echelon.models import hub
 from echelon.parallel import fp8
-from echelon.parallel.apply import DTYPES, parallelize
+from echelon.parallel.apply import DTYPES, cut, parallelize
 from echelon.parallel.layout import Grid
-from echelon.train.checks import meta_model
+from echelon.train.checks import example, meta_model
 from echelon.train.config import Config, ConfigError
 
 
@@ -53,8 +53,10 @@ def choose_device(config: Config) -> torch.device:
 
 
 def build_model(config: Config, grid: Grid, device: torch.device) -> nn.Module:
-    """What stage 3 shards gets its memory after it was sharded: no rank ever holds the whole."""
-    model: nn.Module = meta_model(config)
+    """What a pipeline cuts off never gets memory, and what stage 3 shards gets it after it was sharded: no rank ever
+    holds the whole.
+    """
+    model: nn.Module = cut(meta_model(config), grid, config.strategies, example(config, grid.layout))
     if config.strategies.stage == 3:
         model = parallelize(model, grid, config.strategies).to_empty(device=device)
         _fill(model, config)

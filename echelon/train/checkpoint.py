@@ -89,7 +89,7 @@ class Checkpoints:
         checkpoint has been looked over.
         """
         self.wait()
-        found = self._on_first(partial(self._find, step))
+        found = self._on_first(partial(self._find, step, self._shapes()))
         if found is None:
             return None
         path, description, metadata = found
@@ -167,7 +167,16 @@ class Checkpoints:
             ) from error
         folders.prune(self._folder, self._keep, step)
 
-    def _find(self, step: int | None) -> tuple[Path, dict[str, Any], Any] | None:
+    def _shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Of all tensors of the model, wherever they are."""
+        mine = {name: (tensor.shape, tensor.dtype) for name, tensor in self._state.of_model().items()}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return {name: shape for told in everyone for name, shape in told.items()}
+
+    def _find(
+        self, step: int | None, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> tuple[Path, dict[str, Any], Any] | None:
         """On the first rank: a checkpoint that is whole, and of this model."""
         found = folders.read(self._folder, step)
         if found is not None:
@@ -176,8 +185,7 @@ class Checkpoints:
             problem = difference(theirs, {**self._about, "optimizer": type(self._optimizer.inner).__name__})
             if problem:
                 raise folders.of_another_run(path, problem)
-            tensors = self._state.of_model().items()
-            folders.check_tensors(path, metadata, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors})
+            folders.check_tensors(path, metadata, shapes)
         return found
 
     def _on_first(self, function: Callable[[], T]) -> T:

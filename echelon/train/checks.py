@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from echelon.models import presets
 from echelon.models.model import Model
 from echelon.models.presets import is_causal, takes_images
 from echelon.parallel import apply, sequence
 from echelon.parallel.layout import Layout
+from echelon.parallel.pipeline.schedule import make
 from echelon.train.config import Config, ConfigError
 
 _AT_LEAST = {
@@ -26,6 +29,7 @@ _AT_LEAST = {
     "checkpoint": {"every": 0, "keep": 1},
     "record": {"first": 0, "steps": 0},
 }
+_MICROBATCHES = 4  # for each stage of a pipeline, where nothing is said: then less than a fifth of it is bubble
 _LIMIT = 2**63  # of whole numbers
 _SHARES = {"data": ("held_out", "masked"), "schedule": ("decay", "floor")}
 
@@ -35,13 +39,15 @@ def check(config: Config, ranks: int) -> Config:
     _check_numbers(config)
     try:
         layout = config.layout.resolve(ranks)
+        _check_batch(config, layout)
         model = meta_model(config)
-        apply.check(model, layout, config.strategies)
+        apply.check(model, layout, config.strategies, example(config, layout))
         if layout.cp > 1:
             _check_sequences(config, layout)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    _check_batch(config, layout)
+    if layout.pp > 1:
+        _check_pipeline(config, layout)
     _check_data(config)
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('[train] device = "cuda", but PyTorch finds no GPU here: use "auto" or "cpu"')
@@ -69,7 +75,33 @@ def attended(config: Config) -> int:
 
 def micro_batch(config: Config) -> int:
     """Samples in one pass of one rank."""
-    return config.train.micro_batch or config.train.batch // config.layout.dp
+    return config.train.batch // config.layout.dp // passes(config)
+
+
+def passes(config: Config) -> int:
+    """Passes of one rank in a step; in a pipeline, microbatches. Where nothing is said, a pipeline has the least number
+    that is four a stage, as far as a step's samples can be divided so.
+    """
+    own, layout = config.train.batch // config.layout.dp, config.layout
+    if config.train.micro_batch or layout.pp == 1:
+        return own // (config.train.micro_batch or own)
+    kind, chunks = config.strategies.schedule, config.strategies.chunks
+    fitting = [
+        count for count in range(1, own + 1) if own % count == 0 and _is_schedule(kind, layout.pp, count, chunks)
+    ]
+    return next((count for count in fitting if count >= _MICROBATCHES * layout.pp), max(fitting, default=own))
+
+
+def example(config: Config, layout: Layout) -> dict[str, Tensor]:
+    """The arguments of the model for one pass of one rank, without memory."""
+    samples, whole = micro_batch(replace(config, layout=layout)), torch.zeros((), device="meta", dtype=torch.int64)
+    given = {"samples_B": whole.expand(samples)}
+    if takes_images(config.architecture):
+        images = torch.empty(samples, 3, config.image, config.image, device="meta")
+        return given | {"images_BCHW": images, "targets_B": whole.expand(samples)}
+    tokens = whole.expand(samples, config.length // layout.cp)
+    positions = {"positions_S": whole.expand(tokens.shape[1])} if layout.cp > 1 else {}
+    return given | {"tokens_BS": tokens, "targets_BS": tokens} | positions
 
 
 def _check_numbers(config: Config) -> None:
@@ -111,6 +143,33 @@ def _check_batch(config: Config, layout: Layout) -> None:
             f"[data] length = {config.length} cannot be split over tp = {layout.tp}"
             f"{f' × cp = {layout.cp}' if layout.cp > 1 else ''}: {_nearest(config.length, step)}"
         )
+
+
+def _check_pipeline(config: Config, layout: Layout) -> None:
+    """That the schedule can take as many microbatches as there are, and the updates that are asked for."""
+    strategies, config = config.strategies, replace(config, layout=layout)
+    own, count = config.train.batch // layout.dp, passes(config)
+    try:
+        schedule = make(strategies.schedule, layout.pp, count, chunks=strategies.chunks)
+    except ValueError as error:
+        raise ConfigError(
+            f"{error} (a step's {own} samples for each rank of dp, [train] batch = {config.train.batch} over dp = "
+            f"{layout.dp}, are {count} microbatches of [train] micro_batch = {micro_batch(config)})"
+        ) from None
+    if schedule.is_versioned and config.train.clip:
+        raise ConfigError(
+            f"[train] clip = {config.train.clip}: {strategies.schedule} updates each stage by itself, and never knows "
+            "the norm of all gradients: use clip = 0, or a synchronous schedule"
+        )
+
+
+@cache
+def _is_schedule(kind: str, ranks: int, microbatches: int, chunks: int) -> bool:
+    try:
+        make(kind, ranks, microbatches, chunks=chunks)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_sequences(config: Config, layout: Layout) -> None:

@@ -49,7 +49,7 @@ class Train:
 
     steps: int = 1000
     batch: int = 32  # samples in a step, over all ranks
-    micro_batch: int = 0  # samples in one pass of one rank; 0: all that it has in a step
+    micro_batch: int = 0  # samples in one pass of one rank; 0: all that it has in a step, or what suits a pipeline
     seed: int = 0
     clip: float = 1.0  # the norm that gradients are clipped to; 0: they are not
     non_finite: Literal["stop", "skip"] = "stop"
@@ -264,7 +264,13 @@ def _value(section: str, name: str, value: Any, hint: Any) -> Any:
             raise ConfigError(f"{where} is none of {_list(allowed)}{nearest(str(value), map(str, allowed))}")
         return value
     if origin in (typing.Union, types.UnionType):
-        return _value(section, name, value, next(of for of in typing.get_args(hint) if of is not type(None)))
+        kinds = [of for of in typing.get_args(hint) if of is not type(None)]
+        listed = [of for of in kinds if typing.get_origin(of) is Sequence and isinstance(value, list | tuple)]
+        return _value(section, name, value, (listed or kinds)[0])
+    if origin is Sequence:
+        if not all(type(each) is int for each in value):
+            raise ConfigError(f"{where} is not a list of whole numbers")
+        return tuple(value)
     if origin is tuple:
         wanted = typing.get_args(hint)
         count = None if Ellipsis in wanted else len(wanted)

@@ -18,6 +18,7 @@ from echelon.train.build import in_dtype
 from echelon.train.checks import micro_batch
 from echelon.train.config import Config
 from echelon.train.data import Loader, Source
+from echelon.train.passes import Passes, targets_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Evaluation:
             )
 
     @torch.no_grad()
-    def run(self, model: Any) -> dict[str, float]:
+    def run(self, model: Any, passes: Passes) -> dict[str, float]:
         """The mean loss and, of images, the share that was classified rightly; nothing, if nothing was held out."""
         if not self._places:
             return {}
@@ -56,18 +57,20 @@ class Evaluation:
         loss, count, hits = torch.zeros(3, dtype=torch.float64, device=device)
         model.eval()
         for place in self._places:
-            for loaded in self._loader.load(place):
-                given = in_dtype(loaded, self._config)
-                targets = given["targets_B" if "targets_B" in given else "targets_BS"]
-                loss += model(**given)
-                self._loader.read_ahead()
-                count += (targets != IGNORED).sum()
-                if self._counts_hits:
-                    images = {name: each for name, each in given.items() if name != "targets_B"}
-                    hits += (model(**images).argmax(-1) == targets).sum()
+            batch = [in_dtype(given, self._config) for given in self._loader.load(place)]
+            for given, ended in zip(batch, passes.forward(batch), strict=True):
+                if ended is not None:
+                    loss += ended
+                    count += (targets_of(given) != IGNORED).sum()
+            self._loader.read_ahead()
+            if self._counts_hits:
+                images = [{name: each for name, each in given.items() if name != "targets_B"} for given in batch]
+                for given, classes in zip(batch, passes.forward(images), strict=True):
+                    if classes is not None:
+                        hits += (classes.argmax(-1) == given["targets_B"]).sum()
         model.train()
-        total = torch.stack([loss, count, hits])
-        dist.all_reduce(total, group=self._grid.mesh("data").get_group())
+        total = torch.stack([loss, count, hits])  # ranks of tp have the same, of all three
+        dist.all_reduce(total, group=self._grid.mesh("world").get_group())
         found = {"loss": (total[0] / total[1]).item()}
         return found | ({"accuracy": (total[2] / total[1]).item()} if self._counts_hits else {})
 

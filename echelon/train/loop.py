@@ -19,13 +19,11 @@ import torch
 import torch.distributed as dist
 
 from echelon.models.presets import is_causal
-from echelon.parallel import batch as batches
-from echelon.parallel import data
-from echelon.parallel.apply import summed_over
+from echelon.parallel.apply import pipeline, summed_over
 from echelon.parallel.average import average, average_buffers
 from echelon.train.build import build_model, choose_device, in_dtype, join_world, limit_waiting
 from echelon.train.checkpoint import Checkpoints
-from echelon.train.checks import check, check_files, meta_model, micro_batch
+from echelon.train.checks import check, check_files, meta_model, micro_batch, passes
 from echelon.train.config import Config
 from echelon.train.data import Loader, Order, open_sources
 from echelon.train.evaluate import Evaluation
@@ -34,6 +32,7 @@ from echelon.train.job_folder import open_folder, same_data, write_config
 from echelon.train.memory import measure_memory
 from echelon.train.metrics import Meter
 from echelon.train.optimizer import make_optimizer
+from echelon.train.passes import Passes
 from echelon.train.schedule import learning_rate
 
 
@@ -61,7 +60,8 @@ class Trainer:
         limit_waiting(self.grid, config.train.timeout)
         self.model: Any = build_model(config, self.grid, self.device)
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        self.summed_over = summed_over(self.grid, config.strategies)
+        runner = pipeline(self.model, self.grid, config.strategies, passes(config)) if config.layout.pp > 1 else None
+        self.passes = Passes(self.model, self.optimizer, summed_over(self.grid, config.strategies), runner)
 
         self.sources = sources = open_sources(config, self.folder / "data")
         how: dict[str, Any] = {
@@ -123,24 +123,15 @@ class Trainer:
             group["lr"] = lr
         self.model.place.step = self.step
 
-        passes = self.loader.load(self.samples)
-        targets = torch.cat([each for given in passes for name, each in given.items() if name.startswith("targets")])
-        count = batches.count(targets, self.summed_over)
-        own_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, given in enumerate(passes):
-            more_to_come = number + 1 < len(passes)
-            with data.accumulate(self.model) if more_to_come else contextlib.nullcontext():
-                loss = self.model(**in_dtype(given, self.config)) / count
-                self.optimizer.scale(loss).backward()
-            own_loss += loss.detach()
+        own_loss = self.passes.run([in_dtype(given, self.config) for given in self.loader.load(self.samples)])
         self.loader.read_ahead()
         self.meter.read_ahead(self.step + 1)
         if self.step == max(self.config.record.first, 1):  # in the first step there is no optimizer state yet
             self._note_memory()
         told_loss = own_loss.to("cpu", non_blocking=True)  # the norm is read after it, and before the step is taken
-        norm = self.optimizer.step(train.clip or None)
+        norm = self.passes.update(train.clip or None)
 
-        self.loss, skipped, fatal, stopping = self._agree(told_loss.item(), norm, stop)
+        self.loss, norm, skipped, fatal, stopping = self._agree(told_loss.item(), norm, stop)
         if fatal:
             self._give_up(norm, told_loss.item())
         if skipped:
@@ -155,7 +146,7 @@ class Trainer:
         """The loss on what was held out; in local SGD, of the mean of the models."""
         self._average()
         average_buffers(self.model, self.grid.mesh("data"))
-        if found := self.evaluation.run(self.model):
+        if found := self.evaluation.run(self.model, self.passes):
             self.held_out = found["loss"]
             self.meter.event("eval", self.step, **found)
 
@@ -166,19 +157,20 @@ class Trainer:
         stall = self.checkpoints.save(self.step, {"step": self.step, "samples": self.samples, "data": self.data})
         self.meter.event("save", self.step, stall_s=stall)
 
-    def _agree(self, own_loss: float, norm: float, stop: bool) -> tuple[float, bool, bool, bool]:
-        """The loss of the whole batch; whether the step was skipped somewhere, whether that ends the run, and whether
-        any rank was asked to stop: one small sum over all ranks."""
+    def _agree(self, own_loss: float, norm: float, stop: bool) -> tuple[float, float, bool, bool, bool]:
+        """The loss of the whole batch and the norm of all gradients; whether the step was skipped somewhere, whether
+        that ends the run, and whether any rank was asked to stop: one small sum over all ranks."""
         layout, optimizer = self.grid.layout, self.optimizer
         copies = layout.tp * (layout.dp if self.config.strategies.average_every else 1)
         finite = math.isfinite(norm) and math.isfinite(own_loss)
         adapting = optimizer.is_scaling and optimizer.loss_scale >= 1 and math.isfinite(own_loss)  # fp16's usual way
         fatal = not finite and not adapting and self.config.train.non_finite == "stop"
-        told = torch.tensor([own_loss / copies, not finite, fatal, stop], dtype=torch.float64)
+        of_stage = norm**2 / layout.dp if self.passes.is_versioned else 0.0
+        told = torch.tensor([own_loss / copies, of_stage, not finite, fatal, stop], dtype=torch.float64)
         dist.all_reduce(told)
-        loss, *flags = told.tolist()
+        loss, squares, *flags = told.tolist()
         skipped, ends, stops = (flag > 0 for flag in flags)
-        return loss, skipped, ends, stops
+        return loss, math.sqrt(squares) if self.passes.is_versioned else norm, skipped, ends, stops
 
     def _average(self) -> None:
         """In local SGD: all ranks of dp become their mean, once in a step."""

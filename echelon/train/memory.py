@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from echelon.comm.torch_compat import local_tensor
 from echelon.parallel import tensor
-from echelon.parallel.layout import Grid, Layout
+from echelon.parallel.apply import part_of
+from echelon.parallel.layout import Grid
 from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pieces import reducer_of
+from echelon.parallel.pipeline.traffic import Part
 from echelon.plan import memory as plan
-from echelon.train.checks import attended, meta_model, micro_batch
+from echelon.train.checks import attended, example, meta_model, micro_batch, passes
 from echelon.train.config import Config
 from echelon.train.metrics import device_of, peak_memory
 
@@ -37,7 +39,7 @@ def measure_memory(config: Config, grid: Grid, model: nn.Module, optimizer: Opti
     mine = _measured(config, grid, model, optimizer)
     everyone: list[Any] = [None] * grid.layout.size
     dist.all_gather_object(everyone, mine)
-    told = predicted(config, grid.layout)
+    told = predicted(config)
     return {
         "rank 0": {"measured": everyone[0], "predicted": told and told[0]},
         "largest": {"measured": _largest(everyone), "predicted": told and _largest(told)},
@@ -68,12 +70,17 @@ def _storages(tensors: Iterable[Any]) -> Kinds:
     return {f"{storage.device} {storage.data_ptr()}": storage.nbytes() for storage in storages if storage.nbytes()}
 
 
-def predicted(config: Config, layout: Layout) -> list[Kinds] | None:
-    """What each rank will hold; None where the plan knows no precision so."""
+def predicted(config: Config, *, at_peak: bool = False) -> list[Kinds] | None:
+    """What each rank will hold when it is measured, or at the most in a step; None where the plan lacks the precision.
+
+    When it is measured the passes are over. Then stage 1 has no more of the gradients than stage 2; a pipeline that
+    kept whole ones has summed them; and one with versions has made its last, and needs no gradients any more.
+    """
     precision = config.strategies.precision
     if precision == "fp64":
         return None
     model: Any = meta_model(config)
+    layout, count = config.layout, passes(config)
     training = plan.Training(
         stage=config.strategies.stage,
         precision=precision,
@@ -83,15 +90,31 @@ def predicted(config: Config, layout: Layout) -> list[Kinds] | None:
     blocks: Any = getattr(model, "blocks", None)
     kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
     split = partial(tensor.split_dimension, kv_heads=kv_heads, ranks=layout.tp)
-    shapes, work = plan.shapes_of(model), _workload(config, layout)
-    held = plan.by_rank(shapes, layout, training, work, split=split)
-    # the plan is of passes that accumulate; after the last one stage 1 has no more of the gradients than stage 2
-    last = plan.by_rank(shapes, layout, replace(training, stage=2), split=split) if training.stage == 1 else held
-    return [
-        {"parameters": each.parameters, "gradients": after.gradients, "optimizer": each.optimizer}
-        | {"host": each.host, "rest": each.activations}
-        for each, after in zip(held, last, strict=True)
+    parts = [
+        part_of(model, layout, config.strategies, place, count, example(config, layout)) for place in range(layout.pp)
     ]
+    portions = [_portion(config, part, at_peak=at_peak) for part in parts]
+    held = plan.by_rank(portions, layout, training, split=split)
+    gradients = [each.gradients for each in held]
+    if training.stage == 1 and not (at_peak and count > 1):  # the plan's gradients are those of passes that accumulate
+        gradients = [each.gradients for each in plan.by_rank(portions, layout, replace(training, stage=2), split=split)]
+    elif parts[0].is_versioned and not at_peak:
+        gradients = [0] * layout.size
+    return [
+        {"parameters": each.parameters, "gradients": of_rank, "optimizer": each.optimizer}
+        | {"host": each.host, "rest": each.activations}
+        for each, of_rank in zip(held, gradients, strict=True)
+    ]
+
+
+def _portion(config: Config, part: Part, *, at_peak: bool) -> plan.Portion:
+    return plan.Portion(
+        shapes=plan.shapes_of(part.model),
+        work=_workload(config, part.in_flight()),
+        apart=part.model.apart,
+        versions=part.versions() if at_peak else 1,
+        keeps_gradients=at_peak and part.keeps_gradients,
+    )
 
 
 def planned_optimizer(config: Config) -> str:
@@ -100,8 +123,8 @@ def planned_optimizer(config: Config) -> str:
     return "sgd with momentum" if momentum else config.optimizer.kind
 
 
-def _workload(config: Config, layout: Layout) -> plan.Workload | None:
-    """A pass of one rank through a transformer's blocks; there is no formula for others."""
+def _workload(config: Config, blocks: int) -> plan.Workload | None:
+    """Passes of one rank through so many of a transformer's blocks; there is no formula for others."""
     shape: Any = config.architecture
     if not hasattr(shape, "heads"):
         return None
@@ -111,7 +134,7 @@ def _workload(config: Config, layout: Layout) -> plan.Workload | None:
         batch=micro_batch(config),
         sequence=attended(config),
         hidden=shape.dim,
-        layers=shape.layers,
+        layers=blocks,
         heads=shape.heads,
         checkpointing="selective" if recompute == "none" and not keeps_scores else recompute,
     )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from echelon.comm.recorder import recorder
 from echelon.comm.records import Log, Record, RecordWriter
+from echelon.parallel.apply import TWINS
 from echelon.parallel.layout import VIEWS, Grid
 from echelon.plan.flops import training_flops
 from echelon.plan.hardware import peak_flops
@@ -30,6 +31,7 @@ from echelon.train import rows
 from echelon.train.config import Config
 from echelon.train.energy import Energy, open_nvml, open_rapl
 
+_VIEWS = (*VIEWS, TWINS)
 _FIRST = 1  # the step that has a row whatever `log_every` is: a sign of life, and the curve's beginning
 
 
@@ -161,7 +163,7 @@ class Meter:
         for record in records:
             if not record.ended:
                 self._under_way.append(record)
-            elif record.dimension in VIEWS:
+            elif record.dimension in _VIEWS:
                 self._interval.blocked += record.blocked
                 self._interval.wire[record.dimension] += record.wire
 
@@ -170,7 +172,7 @@ class Meter:
         joules = self._read_joules() if self._joules_ahead is None else self._joules_ahead
         spent, self._joules, self._joules_ahead = joules - self._joules, joules, None
         since = self._interval
-        wire = [since.wire[view] / since.steps for view in VIEWS]
+        wire = [since.wire[view] / since.steps for view in _VIEWS]
         mine = [peak_memory(self._device), since.blocked / 1e9 / since.seconds, spent, *wire]
         where = self._device if dist.get_backend(self._group) == "nccl" else torch.device("cpu")
         parts = [torch.zeros(len(mine), dtype=torch.float64, device=where) for _ in range(self._grid.layout.size)]
@@ -192,7 +194,7 @@ class Meter:
         if self._energy:
             spent = joules.sum().item()
             row |= {"joules": spent, f"{unit}_joule": done * self._interval.steps / spent if spent else None}
-        wire = dict(zip(VIEWS, figures[:, 3:].mean(0).tolist(), strict=True))
+        wire = dict(zip(_VIEWS, figures[:, 3:].mean(0).tolist(), strict=True))
         return row | {"wire": {view: sent for view, sent in wire.items() if sent}}
 
     def _flops_of_a_step(self) -> int:

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.models import held, presets
+from echelon.models import presets
 from echelon.models.presets import is_causal
-from echelon.parallel.data import full_parameters
+from echelon.parallel.apply import DTYPES
 from echelon.train.data.token_file import describe
 from echelon.train.data.tokenizer import open_tokenizer
+from echelon.train.export import fill
 
 if TYPE_CHECKING:
     from echelon.train.loop import Trainer
@@ -23,17 +24,13 @@ _TEMPERATURE = 0.8
 
 
 def write_sample(trainer: Trainer) -> None:
-    """Into the run's folder, by rank 0; called by all ranks, which together have the parameters."""
+    """Into the run's folder, by rank 0 alone: of the model in the checkpoint that the run has ended with."""
     config = trainer.config
-    if not is_causal(config.architecture):
+    if not is_causal(config.architecture) or trainer.grid.rank:
         return
-    parameters = {held.plain_name(name): of for name, of in full_parameters(trainer.model).items()}
-    if trainer.grid.rank:
-        return
-    model = presets.build(config.architecture).to(trainer.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(parameters[name])
+    model = presets.build(config.architecture).to(DTYPES[config.strategies.precision])
+    fill(model, trainer.folder / "checkpoints", config.train.steps)
+    model.to(trainer.device, torch.float32)
     first = (trainer.sources.held_out or trainer.sources.train).batch(np.zeros(1, np.int64), np.zeros(1, np.int64))
     prompt_S = first["tokens_BS"][0, :_PROMPT].to(trainer.device)
     tokens = generate(model, prompt_S, config.train.sample).tolist()

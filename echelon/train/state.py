@@ -3,13 +3,13 @@
 Parameters and buffers are `model.NAME`, what the optimizer keeps is `optimizer.KIND.NAME`, with the names of the plain
 model: the same whichever layout, stage or recomputation made them. A master copy is state too, where it says more than
 the parameter itself. Of what several ranks hold alike one writes; of buffers, which may differ, and of single numbers
-it is the world's first.
+it is the first that has them. A rank of a pipeline holds tensors of its own links alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from echelon.models import held
+from echelon.models.chain import Apart
 from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pieces import reducer_of
 from echelon.train.boxes import Box, Dealer, boxes
@@ -44,23 +45,26 @@ class State:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         gather_no_more(model)
         self._model, self._optimizer = model, optimizer
-        self._parameters = {held.plain_name(name): parameter for name, parameter in model.named_parameters()}
+        self._parameters = {held.name_in(model, name): parameter for name, parameter in model.named_parameters()}
+        apart: Mapping[str, Apart] = getattr(model, "apart", {})
+        self._of_others = {each.name for each in apart.values() if not each.leads}  # which another stage writes
         self._reducer = reducer_of(model)
         meshes = [each.device_mesh for each in model.parameters() if isinstance(each, DTensor)]
         self._mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
-        self._is_first = dist.get_rank() == 0
+        self._is_first = dist.get_rank() == getattr(model, "first_holder", 0)
 
     def to_save(self) -> dict[str, Held]:
-        """All tensors, in the same order on all ranks."""
+        """All tensors, in the same order on all ranks that hold the same."""
         dealer = Dealer()
         found = self.of_model(dealer)
         is_cut = self._reducer is not None and self._reducer.stage > 0
         for name, kind, tensor, offset in self._of_optimizer():
             if tensor.dim() == 0:
-                of_tensor = Held((), tensor.dtype, [(Box((), ()), tensor)], self._is_first)
+                writes = self._is_first and name not in self._of_others
+                of_tensor = Held((), tensor.dtype, [(Box((), ()), tensor)], writes)
             else:
                 parameter = self._parameters[name]
-                writes = self._writes(dealer, parameter, tensor.dtype, over_data=not is_cut)
+                writes = self._writes(dealer, name, tensor.dtype, over_data=not is_cut)
                 chunks = _chunks(parameter, tensor, offset)
                 of_tensor = Held(tuple(parameter.shape), tensor.dtype, chunks, writes)
             found[f"optimizer.{kind}.{name}"] = of_tensor
@@ -71,7 +75,7 @@ class State:
         dealer = dealer or Dealer()
         found = {}
         for name, tensor in self._parameters.items():
-            writes = self._writes(dealer, tensor, tensor.dtype)
+            writes = self._writes(dealer, name, tensor.dtype)
             chunks = _chunks(tensor, held.local(tensor), 0)
             found[f"model.{name}"] = Held(tuple(tensor.shape), tensor.dtype, chunks, writes)
         for name, buffer in self._model.named_buffers():
@@ -93,7 +97,7 @@ class State:
         given = self._optimizer.state_dict()
         updated = updated_tensors(self._optimizer)
         for full_name, state in given["parameters"].items():
-            name, offset = held.plain_name(full_name), state["offset"]
+            name, offset = held.name_in(self._model, full_name), state["offset"]
             parameter = self._parameters[name]
             if "master" in state:
                 master = f"optimizer.master.{name}"
@@ -115,7 +119,7 @@ class State:
     def _of_optimizer(self) -> Iterator[tuple[str, str, Tensor, int]]:
         """Name, kind, tensor and offset of what the optimizer holds."""
         for full_name, state in self._optimizer.state_dict()["parameters"].items():
-            name = held.plain_name(full_name)
+            name = held.name_in(self._model, full_name)
             for kind, value in state.items():
                 if kind == "offset" or value is None:
                     continue
@@ -124,10 +128,13 @@ class State:
                 if kind != "master" or value.dtype != self._parameters[name].dtype:
                     yield name, kind, value, state["offset"]
 
-    def _writes(self, dealer: Dealer, tensor: Tensor, dtype: torch.dtype, over_data: bool = True) -> bool:
+    def _writes(self, dealer: Dealer, name: str, dtype: torch.dtype, over_data: bool = True) -> bool:
         """Whether this rank is the one to write, of all that hold the same of a parameter (and, where `over_data`,
         all ranks of data parallelism do).
         """
+        if name in self._of_others:
+            return False
+        tensor = self._parameters[name]
         place, holders = 0, 1
         if over_data and self._reducer is not None:
             place, holders = self._reducer.rank, self._reducer.ranks

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from echelon.parallel.layout import Layout, Stage
-from echelon.plan.memory import BYTES, STATE, Held, Training, Workload, activations, by_rank, held, shapes_of
+from echelon.plan.memory import BYTES, STATE, Held, Portion, Training, Workload, activations, by_rank, held, shapes_of
 
 GIB = 2**30
 BILLION = 10**9
@@ -98,11 +98,25 @@ def test_an_optimizer_on_the_host():
 
 
 def test_pipeline_stages_hold_their_own():
-    shapes = [{"blocks.0.weight": (10,)}, {"blocks.0.weight": (10,), "head.weight": (20,)}]
+    first = Portion(shapes={"blocks.0.weight": (10,)})
+    second = Portion(shapes={"blocks.0.weight": (10,), "head.weight": (20,)}, versions=2)
     layout = Layout(stages=[Stage(tp=2), Stage()], dp=2)
-    assert [rank.parameters for rank in by_rank(shapes, layout, Training(), split={}.get)] == [40] * 4 + [120] * 2
-    with pytest.raises(ValueError, match=r"Layout\(pp=2\) has 2 pipeline stages, but there are shapes for 1: give a"):
-        held(shapes[0], Layout(pp=2), Training())
+    ranks = by_rank([first, second], layout, Training(), split={}.get)
+    assert [rank.parameters for rank in ranks] == [40] * 4 + [240] * 2
+    assert [rank.gradients for rank in ranks] == [40] * 4 + [120] * 2
+    message = r"Layout\(pp=2\) has 2 places in a pipeline, but there are portions for 1: give a list"
+    with pytest.raises(ValueError, match=message):
+        held(first.shapes, Layout(pp=2), Training())
+
+
+def test_gradients_that_are_kept_whole_are_so_in_every_stage():
+    shapes = {"blocks.0.weight": (400, 2), "head.weight": (200,)}
+    for stage in range(4):
+        training = Training(stage=stage, precision="bf16")
+        kept, usual = (Portion(shapes=shapes, keeps_gradients=keeps) for keeps in (True, False))
+        ranks = by_rank([kept, usual], Layout(dp=2, pp=2), training)
+        assert {rank.gradients for rank in ranks[:2]} == {2000}
+        assert max(rank.gradients for rank in ranks[2:]) <= (2000 if stage < 2 else 1100)
 
 
 @pytest.mark.parametrize("settings", [{"stage": 4}, {"precision": "fp8"}, {"optimizer": "lion"}], ids=str)

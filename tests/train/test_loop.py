@@ -31,10 +31,38 @@ LAYOUTS: dict[str, Sections] = {
     },
     "in passes": {"train": {"micro_batch": 1}},
 }
+PIPELINES: dict[str, Sections] = {
+    "pp 4": {"layout": {"pp": 4}, "train": {"micro_batch": 2}},
+    "pp 2 × dp 2": {"layout": {"pp": 2}},
+    "zero-bubble × tp 2": {
+        "layout": {"pp": 2, "tp": 2},
+        "strategies": {"schedule": "zero-bubble", "precision": "fp64"},
+    },
+    "interleaved × stage 3": {
+        "layout": {"pp": 2},
+        "strategies": {"schedule": "interleaved", "chunks": 2, "stage": 3, "precision": "fp64"},
+    },
+    "gpipe × cp 2": {
+        "layout": {"pp": 2, "cp": 2},
+        "strategies": {"schedule": "gpipe", "balance": "time", "recompute": "full", "precision": "fp64"},
+    },
+    "chimera × dp 2": {
+        "layout": {"pp": 2},
+        "strategies": {"schedule": "chimera", "balance": [2, 2], "precision": "fp64"},
+    },
+    "gems": {"layout": {"pp": 4}, "strategies": {"schedule": "gems", "precision": "fp64"}},
+}
+
+
+_APART = {"model": {"tied": False}, "train": {"clip": 0.0, "micro_batch": 1}}
+VERSIONED: dict[str, Sections] = {
+    "pipedream": _APART | {"layout": {"pp": 2}, "strategies": {"schedule": "pipedream", "precision": "fp64"}},
+    "pipedream-2bw": _APART | {"layout": {"pp": 4}, "strategies": {"schedule": "pipedream-2bw", "precision": "fp64"}},
+}
 
 
 def whole(sections: Sections, folder: str) -> list[Any]:
-    """A run from the beginning to the end, or to the end from where it is."""
+    """A run from the beginning to the end, or to the end from where it is; with this rank's parameters."""
     trainer = Trainer(config(**sections), folder)
     outcome = trainer.run()
     assert outcome.done
@@ -60,9 +88,9 @@ def alone(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *PIPELINES])
 def test_every_layout_is_the_same_run(ranks, tmp_path, alone, name):
-    loss, held_out, _ = ranks(4, whole, LAYOUTS[name], str(tmp_path))[0]
+    loss, held_out, _ = ranks(4, whole, (LAYOUTS | PIPELINES)[name], str(tmp_path))[0]
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-9)
     assert loss == losses(tmp_path)[-1]
     assert held_out == pytest.approx(rows(alone, "eval")[-1]["loss"], rel=1e-9)
@@ -70,28 +98,43 @@ def test_every_layout_is_the_same_run(ranks, tmp_path, alone, name):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [*((name, "fp32") for name in LAYOUTS), ("dp 2 × tp 2", "bf16"), ("stage 3", "bf16"), ("stage 3", "fp8")],
+    [
+        *((name, "fp32") for name in LAYOUTS),
+        *(("dp 2 × tp 2", "bf16"), ("stage 3", "bf16"), ("stage 3", "fp8")),
+        *(
+            ("pp 2 × dp 2", "fp16"),
+            ("interleaved × stage 3", "bf16"),
+            ("chimera × dp 2", "fp32"),
+            ("pipedream", "fp32"),
+        ),
+    ],
 )
 def test_a_resumed_run_is_bitwise_the_same(ranks, tmp_path, name, precision):
     chosen = {"precision": "bf16", "fp8": True} if precision == "fp8" else {"precision": precision}
-    sections = LAYOUTS[name] | {"strategies": LAYOUTS[name].get("strategies", {}) | chosen}
-    *_, undisturbed = ranks(4, whole, sections, str(tmp_path / "undisturbed"))[0]
+    sections = (LAYOUTS | PIPELINES | VERSIONED)[name]
+    sections = sections | {"strategies": sections.get("strategies", {}) | chosen}
+    undisturbed = ranks(4, whole, sections, str(tmp_path / "undisturbed"))
     ranks(4, a_part, sections, str(tmp_path / "resumed"), 3)
-    *_, resumed = ranks(4, whole, sections, str(tmp_path / "resumed"))[0]
+    resumed = ranks(4, whole, sections, str(tmp_path / "resumed"))
     assert losses(tmp_path / "resumed") == losses(tmp_path / "undisturbed")
-    assert all(np.array_equal(resumed[name], parameter) for name, parameter in undisturbed.items())
+    for (*_, here), (*_, there) in zip(resumed, undisturbed, strict=True):
+        assert all(np.array_equal(here[name], parameter) for name, parameter in there.items())
     assert rows(tmp_path / "resumed", "start")[-1]["step"] == 3
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("dp 2 × tp 2", "stage 3"), ("stage 2 in passes", "dp 2 × cp 2"), ("hybrid × tp", "stage 1")],
+    [
+        *(("dp 2 × tp 2", "stage 3"), ("stage 2 in passes", "dp 2 × cp 2"), ("hybrid × tp", "stage 1")),
+        *(("pp 4", "interleaved × stage 3"), ("chimera × dp 2", "dp 2 × tp 2"), ("stage 1", "zero-bubble × tp 2")),
+    ],
 )
 def test_from_layout_to_layout_and_back(ranks, tmp_path, alone, first, second):
     """Two steps each; optimizer state and data position come along."""
-    ranks(4, a_part, LAYOUTS[first], str(tmp_path), 2)
-    ranks(4, a_part, LAYOUTS[second], str(tmp_path), 2)
-    ranks(4, whole, LAYOUTS[first], str(tmp_path))
+    known = LAYOUTS | PIPELINES
+    ranks(4, a_part, known[first], str(tmp_path), 2)
+    ranks(4, a_part, known[second], str(tmp_path), 2)
+    ranks(4, whole, known[first], str(tmp_path))
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-9)
 
 
@@ -101,6 +144,26 @@ def test_on_fewer_ranks_and_back(ranks, tmp_path, alone):
     ranks(2, a_part, {"layout": {"tp": 2}}, str(tmp_path), 2)
     ranks(4, whole, stage_3, str(tmp_path))
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-9)
+
+
+def test_data_pipeline_and_tensor_parallelism_together(ranks, tmp_path, alone):
+    layout = {"layout": {"dp": 2, "pp": 2, "tp": 2}, "train": {"micro_batch": 1}}
+    ranks(8, whole, layout, str(tmp_path))
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-9)
+    assert rows(tmp_path)[-1]["wire"].keys() == {"data", "pp", "tp", "world"}
+
+
+@pytest.mark.parametrize("name", VERSIONED)
+def test_one_update_a_step_is_synchronous(ranks, tmp_path, name):
+    """Versions differ only from the second update on; across steps a pipeline is drained."""
+    sections = VERSIONED[name] | {"train": {"clip": 0.0, "micro_batch": 4 if name == "pipedream" else 2}}
+    ranks(4, whole, sections, str(tmp_path / "versions"))
+    plain = sections | {"layout": {}, "strategies": {"precision": "fp64"}, "train": {"clip": 0.0}}
+    ranks(2, whole, plain, str(tmp_path / "synchronous"))
+    versions, synchronous = tmp_path / "versions", tmp_path / "synchronous"
+    assert losses(versions) == pytest.approx(losses(synchronous), rel=1e-9)
+    norms = [[row["norm"] for row in rows(folder)] for folder in (versions, synchronous)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-9)
 
 
 _SMALL = {"dim": 32, "layers": 2, "heads": 4, "mlp_dim": 64}
@@ -114,11 +177,19 @@ MODELS: dict[str, Sections] = {
         "strategies": {"stage": 3, "global_batchnorm": True},
         "data": {"image": 32},
     },
+    "resnet in a pipeline": {
+        "model": {"name": "resnet18", "classes": 8, "dims": [8, 8, 16, 16]},
+        "layout": {"pp": 2},
+        "strategies": {"schedule": "chimera", "global_batchnorm": True},
+        "data": {"image": 32},
+        "train": {"micro_batch": 2},
+    },
 }
 
 
 def other_model(name: str, folder: str) -> None:
-    tables = {"train": {"steps": 4, "batch": 8, "log_every": 1, "device": "cpu"}, "optimizer": {"lr": 1e-2}}
+    train = {"steps": 4, "batch": 8, "log_every": 1, "device": "cpu"} | MODELS[name].get("train", {})
+    tables = {"train": train, "optimizer": {"lr": 1e-2}}
     tables |= {"schedule": {"warmup": 0}, "model": MODELS[name]["model"]}
     tables |= {"data": MODELS[name].get("data", {}) | {"samples": 64, "held_out": 0.2}}
     tables |= {"layout": MODELS[name].get("layout", {}) if dist.get_world_size() > 2 else {}}

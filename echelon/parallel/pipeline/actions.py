@@ -64,6 +64,12 @@ class Schedule:
         if len(self.actions) != self.ranks:
             raise ValueError(f"{self.name} has {self.ranks} ranks, but rows of actions for {len(self.actions)}")
 
+    @cached_property
+    def updates(self) -> tuple[range, ...]:
+        """The microbatches whose gradients each update takes."""
+        ends = [action.microbatch + 1 for action in self.actions[0] if action.kind == "step"]
+        return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
     @property
     def chunks(self) -> int:
         """Stages of a rank in one direction."""

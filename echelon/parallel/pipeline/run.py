@@ -59,7 +59,7 @@ class Pipeline:
     """One rank of a pipeline, whose ranks are those of `group`, in order. `model` has kept this rank's links alone.
 
     `recompute` are the stages that keep only what they received, and compute the rest again in the backward pass.
-    `times`, once it is a list, gets the action, beginning and end of all that is computed.
+    `times`, once it is a list, gets the action, beginning and end of all that is computed, reduced and updated.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Pipeline:
         self._results: list[Any] = []
         self._loss: Loss | None = None  # of a run; a forward pass alone has none
         self._optimizer: Optimizer | None = None
-        self.norm = float("nan")  # of the gradients of the last version that a run has made
+        self.norms: list[float] = []  # of the gradients of each version that the last run has made
 
     @property
     def has_loss(self) -> bool:
@@ -118,7 +118,7 @@ class Pipeline:
             if optimizer is None:
                 raise ValueError(f"{self.schedule.name} updates while it runs: give `run` an optimizer")
             self.versions.begin(each.version for each in actions if each.kind == "forward")
-        self._loss, self._optimizer = loss, optimizer
+        self._loss, self._optimizer, self.norms = loss, optimizer, []
         passes = [action for action in actions if action.kind in BACKWARDS]
         if not passes:
             raise ValueError(f"this schedule of {self.schedule.name} has no backward passes: call `forward`")
@@ -248,18 +248,20 @@ class Pipeline:
             for edge in out:
                 self._mail.receive_gradient(edge, number, told, self._rank_of(edge[1], action))
 
-    def _reduce(self, _: Action) -> None:
+    def _reduce(self, action: Action) -> None:
         reducer = reducer_of(self.model)
-        if reducer is not None:
-            reducer.finish()
-        elif self._later is not None:
-            reduce_kept_gradients(self.model)
-        self._ties.sum_gradients()
+        with self._timed(action):
+            if reducer is not None:
+                reducer.finish()
+            elif self._later is not None:
+                reduce_kept_gradients(self.model)
+            self._ties.sum_gradients()
 
-    def _step(self, _: Action) -> None:
+    def _step(self, action: Action) -> None:
         """Of a synchronous schedule it is the caller's."""
         if self.versions is not None and self._optimizer is not None:
-            self.norm = self.versions.update(self._optimizer)
+            with self._timed(action):
+                self.norms.append(self.versions.update(self._optimizer))
 
     def _rank_of(self, link: int, action: Action) -> int:
         return self.schedule.rank_of(self._stage_of[link], action.direction)

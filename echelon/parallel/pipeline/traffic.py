@@ -1,4 +1,4 @@
-"""What of a model a rank of a pipeline has, how often it computes it, and what it sends: from the schedule.
+"""What of a model a rank of a pipeline has, how often it computes it, what it holds and sends: from the schedule.
 
 Each microbatch's stream goes on to the next stage and its gradient back, a skip straight to where it is taken. Shapes
 are those that the model has on the meta device. Not counted: the shapes themselves, told in the first step with
@@ -19,6 +19,7 @@ from torch import Tensor
 from echelon.models.chain import Edge, Given, Linked, Value
 from echelon.parallel.pipeline.actions import BACKWARDS, Schedule
 from echelon.parallel.pipeline.mail import parts_of
+from echelon.parallel.pipeline.simulate import Costs, simulate
 from echelon.parallel.pipeline.statistics import norms_of
 
 
@@ -84,6 +85,31 @@ class Part:
             return 0
         seen: int = sum(passes.count * norm.num_features for passes in self.passes for norm in passes.norms)
         return 2 * seen * element_size
+
+    def in_flight(self) -> int:
+        """Blocks whose activations are held at the most, each once for every microbatch under way."""
+        if self._schedule is None:
+            return len(self.passes[0].attentions)
+        blocks = {stage: len(passes.attentions) for (stage, _), passes in zip(self._forwards, self.passes, strict=True)}
+        held = most = 0
+        for action in self._schedule.actions[self._rank]:
+            if action.kind == "forward":
+                held += blocks[action.stage]
+                most = max(most, held)
+            elif action.kind in ("backward", "backward_weight"):
+                held -= blocks[action.stage]
+        return most
+
+    def versions(self) -> int:
+        """Copies of its weights at the most."""
+        if self._schedule is None or not self.is_versioned:
+            return 1
+        return simulate(self._schedule, Costs()).weights[self._rank]
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether they are whole until the end of a step."""
+        return self._schedule is not None and (self._schedule.splits_backward or self.is_bidirectional)
 
     def gatherings(self, units: Iterable[str]) -> dict[str, int] | None:
         """How often stage 3 gathers each unit: a block for each of its passes, forward and backward; the rest stays
