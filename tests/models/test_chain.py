@@ -87,7 +87,7 @@ def test_who_shares_a_parameter_with_other_ranks_knows_them(rank, name):
     model = Chain(tied, nn.Linear(2, 2), tied)
     assert model.shared() == [["0.weight", "2.weight"]]
     model.keep([[range(1)], [range(1, 2)], [range(2, 3)]], rank)
-    assert model.apart == {name: Apart("0.weight", (0, 2))}
+    assert model.apart == {name: Apart("0.weight", (0, 2), leads=rank == 0)}
 
 
 @pytest.mark.parametrize(("held", "rank"), [([[range(3)]], 0), ([[range(1)], [range(1, 2)], [range(2, 3)]], 1)])

@@ -229,7 +229,7 @@ def test_dry_run_of_a_pipeline(tmp_path, monkeypatch):
         "in 4 passes of 1 on each rank",
         "1f1b: 2 stages, a bubble of 20.0%",
         "stage 1: ",
-        "ranks 2–3",
+        "ranks 2, 3",
         "send",
     ):
         assert words in job.stdout, job.stdout
