@@ -39,7 +39,7 @@ def main() -> None:
     for ranks in RANKS[arguments.device]:
         if ranks <= cores:
             start(ranks, arguments.json, arguments.device)
-    print_tables(json.loads(arguments.json.read_text())["ranks"])
+            print_tables(ranks, json.loads(arguments.json.read_text())["ranks"][str(ranks)])
 
 
 def start(ranks: int, file: Path, device: str) -> None:
@@ -77,8 +77,8 @@ def most_held(schedule: str, ranks: int, microbatches: int) -> float:
     return float(most.get(schedule, ranks))
 
 
-def print_tables(result: dict[str, Any]) -> None:
-    rows = [(int(ranks), name, found) for ranks, schedules in result.items() for name, found in schedules.items()]
+def print_tables(ranks: int, found: dict[str, Any]) -> None:
+    rows = [(ranks, name, each) for name, each in found.items()]
     print_bubbles([row for row in rows if "bubble" in row[2]])
     print_steps([row for row in rows if "step" in row[2]])
     print_memory(rows)

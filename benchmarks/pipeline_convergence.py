@@ -1,4 +1,4 @@
-"""What old weights cost in accuracy: `echelon run -n 4 benchmarks/pipeline_convergence.py`.
+"""What old weights cost in accuracy: `echelon run -n 2 benchmarks/pipeline_convergence.py`.
 
 A small GPT learns the bytes of Python's own standard library on ranks of a pipeline: by 1f1b, whose gradients are those
 of one process, by PipeDream, and by PipeDream-2BW. Update for update all take the same samples at the same learning
@@ -33,7 +33,7 @@ from echelon.train.schedule import learning_rate
 SCHEDULES = {"1f1b": "#1a1a1a", "pipedream": "#d95f02", "pipedream-2bw": "#1f78b4"}
 WINDOW, SAMPLES, EVALUATED = 40, 8, 64  # updates between evaluations; samples of an update
 SIZES = {"vocabulary": 256, "context": LENGTH, "dim": 128, "layers": 4, "heads": 4, "tied": False}
-OPTIMIZER, SCHEDULE = Optimizer(lr=2e-3), Schedule(warmup=32)
+OPTIMIZER, SCHEDULE = Optimizer(lr=1e-3), Schedule(warmup=32)
 SMOOTHED = 10  # updates of which the training loss that is drawn is the mean
 
 Losses = list[tuple[int, float]]  # after so many updates
@@ -41,7 +41,7 @@ Losses = list[tuple[int, float]]  # after so many updates
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=240, help=f"a multiple of {WINDOW} (default: 240)")
+    parser.add_argument("--updates", type=int, default=200, help=f"a multiple of {WINDOW} (default: 200)")
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--plot", type=Path, help="where to draw the losses")
     arguments = parser.parse_args()

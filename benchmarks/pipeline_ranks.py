@@ -7,6 +7,7 @@ counts `time.perf_counter` for the whole machine, so that times of different ran
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -235,6 +236,8 @@ class Saved:
 def microbatch_bytes(work: Work) -> dict[str, int]:
     """What this rank saves of one microbatch, and what a copy of its weights has, where stages lie as in 1f1b."""
     measured = prepared(work, "1f1b")
+    measured.run()  # after which libraries have what they need for themselves
+    measured.update()
     model, stage = measured.pipe.model, work.grid.mesh("pp").get_local_rank()
     span = range(stage * BLOCKS, (stage + 1) * BLOCKS)
     received = torch.empty_like(measured.inputs[0]).requires_grad_()
@@ -278,6 +281,7 @@ def allocated(work: Work) -> int:
     """Now, on a GPU; its peak is counted from here."""
     if work.device.type != "cuda":
         return 0
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
