@@ -10,8 +10,11 @@ PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
 # What depends on the MPI library; the rest is the same over any (of short integers, `make test-all` makes sure).
 OF_MPI := $(addprefix tests/comm/test_,frameworks.py groups.py operations.py point_to_point.py random_programs.py soak.py watchdog.py work.py) \
 	$(addprefix tests/launch/test_,cluster.py launchers.py)
+# What mostly has one process.
+BESIDE := $(addprefix tests/,bench models plan serve trace)
+BESIDE_OUTPUT := $(VENV)/tests-beside.txt
 
-.PHONY: help setup train test test-all conformance lint bench clean
+.PHONY: help setup train test test-ranks test-beside test-all conformance lint bench clean
 
 help:  ## show the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,8 +25,16 @@ train: $(READY)  ## train a small GPT on four ranks (dp 2 × tp 2)
 	$(BIN)/echelon train configs/gpt-small.toml -n 4 --set layout.tp=2
 
 test: $(READY) $(OPENMPI_READY)  ## the tests, over MPICH and (what depends on the library) over Open MPI
-	$(BIN)/python -m pytest -m "not slow"
-	$(OPENMPI)/bin/python -m pytest -m "not slow" -k "not torchrun and not uint and not int8 and not int16" $(OF_MPI)
+	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-beside; code=$$?; cat $(BESIDE_OUTPUT); exit $$code
+
+# Neither uses two cores all the time, so they run side by side; no two tests share a port, a name or a folder.
+test-ranks:
+	$(BIN)/python -m pytest -m "not slow" $(BESIDE:%=--ignore=%)
+
+test-beside:
+	@echo "beside it, to be shown at the end: over Open MPI what depends on the library, and $(BESIDE)"
+	@{ $(OPENMPI)/bin/python -m pytest -m "not slow" -k "not torchrun and not uint and not int8 and not int16" $(OF_MPI); \
+		openmpi=$$?; $(BIN)/python -m pytest -m "not slow" $(BESIDE); exit $$((openmpi || $$?)); } > $(BESIDE_OUTPUT) 2>&1
 
 test-all: $(READY) $(OPENMPI_READY)  ## all tests, the slow ones too
 	$(BIN)/python -m pytest

@@ -187,21 +187,24 @@ def check(name: str, dtype: str, asynchronous: bool, subgroup: bool, op: str = "
         globals()[name](Case(dtype_of(dtype), asynchronous, members, group, op, device))
 
 
-modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-groups = pytest.mark.parametrize("subgroup", [False, True], ids=["world", "subgroup"])
+def check_everywhere(name: str, dtype: str, op: str = "SUM") -> None:
+    """In the world and a subgroup, which is made once for both: synchronously and asynchronously."""
+    for members, group in ((list(range(RANKS)), None), (SUBGROUP, dist.new_group(SUBGROUP))):
+        for asynchronous in (False, True) if dist.get_rank() in members else ():
+            try:
+                globals()[name](Case(dtype_of(dtype), asynchronous, members, group, op))
+            except BaseException as error:
+                error.add_note(f"{'asynchronous' if asynchronous else 'synchronous'}, among the ranks {members}")
+                raise
 
 
-@modes
-@groups
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operation", [function.__name__ for function in MOVING])
-def test_moving(ranks, operation, dtype, asynchronous, subgroup):
-    ranks(RANKS, check, operation, dtype, asynchronous, subgroup)
+def test_moving(ranks, operation, dtype):
+    ranks(RANKS, check_everywhere, operation, dtype)
 
 
-@modes
-@groups
 @pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype in DTYPES for op in operations_of(dtype)])
 @pytest.mark.parametrize("operation", [function.__name__ for function in REDUCING])
-def test_reducing(ranks, operation, dtype, op, asynchronous, subgroup):
-    ranks(RANKS, check, operation, dtype, asynchronous, subgroup, op)
+def test_reducing(ranks, operation, dtype, op):
+    ranks(RANKS, check_everywhere, operation, dtype, op)

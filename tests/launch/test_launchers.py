@@ -38,8 +38,7 @@ def mpiexec(size: int, *command: object) -> list[str]:
     return command_line(Job(size, [str(part) for part in command]), find())
 
 
-@pytest.mark.parametrize("backend", ["echelon", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "backend"), [(1, "echelon"), (2, "mpi"), (3, "echelon")])
 def test_echelon_run(size, backend):
     assert result(echelon("run", "-n", size, SCRIPTS / "ddp.py", backend)) == expected(size)
 

@@ -68,7 +68,7 @@ class Part:
         assert self._schedule is not None
         if example is None:
             raise ValueError("what a pipeline sends depends on its microbatches: give an example of one")
-        values = _edge_values(copy.deepcopy(whole).to(dtype), self._spans, _in_dtype(example, dtype))
+        values = _edge_values(copy.deepcopy(whole).to(dtype).eval(), self._spans, _in_dtype(example, dtype))
         stage_of = {link: stage for stage, span in enumerate(self._spans) for link in span}
         total = 0
         for (stage, direction), count in self._forwards.items():

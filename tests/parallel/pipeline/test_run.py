@@ -68,7 +68,7 @@ COMBINED = {
 @pytest.mark.parametrize("name", COMBINED)
 def test_a_pipeline_with_other_dimensions_equals_one_process(ranks, name):
     schedule, degrees, more = COMBINED[name]
-    equals_one_process(ranks, "gpt", schedule, degrees, **more)
+    equals_one_process(ranks, "short gpt", schedule, degrees, **more)
 
 
 @pytest.mark.parametrize("family", ["gpt", "resnet"])

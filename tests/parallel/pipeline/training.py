@@ -22,15 +22,16 @@ from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pipeline.partition import partition
 from tests.parallel.matrix import grid_of, targets, worse
 
-STEPS, LENGTH, VOCABULARY, SAMPLES = 3, 8, 31, 2  # samples of a microbatch, for each of dp
+STEPS, LENGTH, VOCABULARY, SAMPLES = 2, 8, 31, 2  # samples of a microbatch, for each of dp
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def build(family: str, tied: bool = True) -> nn.Module:
-    """Chains of eight links."""
+    """Chains of eight links, or of six where stages are few."""
     if family == "resnet":
         return ResNet(ResNetConfig(classes=10, stem_dim=8, dims=(8, 16), depths=(3, 3)))
-    config = GPTConfig(vocabulary=VOCABULARY, context=LENGTH, dim=16, layers=6, heads=2, dropout=0.1, tied=tied)
+    layers = 4 if family == "short gpt" else 6
+    config = GPTConfig(vocabulary=VOCABULARY, context=LENGTH, dim=16, layers=layers, heads=2, dropout=0.1, tied=tied)
     return GPT(config)
 
 

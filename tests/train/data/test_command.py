@@ -79,3 +79,10 @@ def test_the_commands_import_nothing_heavy() -> None:
     script = "import sys, echelon.train.data.command; print([m for m in ('torch', 'numpy', 'PIL') if m in sys.modules])"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert told.stdout == "[]\n"
+
+
+def test_workers_need_no_torch() -> None:
+    """It would take them seconds to begin."""
+    script = "import sys, echelon.train.data.prepare; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout == "False\n"
