@@ -71,14 +71,16 @@ def alone(family: str, microbatches: int, samples: int) -> tuple[list[tuple[floa
     return told, {name: each.clone() for name, each in model.state_dict().items()}
 
 
-def train(family: str, degrees: dict[str, int], how: dict[str, Any], microbatches: int) -> dict[str, Any]:
+def train(
+    family: str, degrees: dict[str, int], how: dict[str, Any], microbatches: int, device: str = "cpu"
+) -> dict[str, Any]:
     """A rank's largest relative errors, and what was communicated in the last step."""
     layout = Layout(**degrees)
     samples = SAMPLES * layout.dp
     reference, ended = alone(family, microbatches, samples)
-    grid = grid_of(layout, "cpu")
+    grid = grid_of(layout, device)
     strategies = Strategies(precision="fp64", global_batchnorm=True, **how)
-    model: Any = parallelize(build(family).double(), grid, strategies)
+    model: Any = parallelize(build(family).double().to(device), grid, strategies)
     optimizer = Optimizer(SGD, model)
     pipe = pipeline(model, grid, strategies, microbatches)
     worst: dict[str, float] = defaultdict(float)
@@ -90,15 +92,17 @@ def train(family: str, degrees: dict[str, int], how: dict[str, Any], microbatche
             batches.part(each, grid, kind=strategies.sequence, first=number * samples)
             for number, each in enumerate(whole)
         ]
+        given = [{name: each.to(device) for name, each in mine.items()} for mine in given]
         with echelon.comm.record() as records:
             counted = batches.count(torch.cat([targets(each) for each in given]), grid.mesh("data"))
             losses = pipe.run(given, lambda out, _: out / counted)
-        total = torch.stack([torch.zeros((), dtype=torch.float64), *(x for x in losses if x is not None)]).sum()
+        total = torch.tensor(sum(x.item() for x in losses if x is not None), dtype=torch.float64)
         dist.all_reduce(total)
         worst["loss"] = worse(worst["loss"], abs(total.item() / layout.tp / loss_alone - 1))
         for name, gradient in data.full_gradients(model).items():
             expected = gradients_alone[model.apart[name].name if name in model.apart else name]
-            worst["gradient"] = worse(worst["gradient"], ((gradient - expected).norm() / expected.norm()).item())
+            error = (gradient.cpu() - expected).norm() / expected.norm()
+            worst["gradient"] = worse(worst["gradient"], error.item())
         with echelon.comm.record() as updating:
             norm = optimizer.step()
         worst["norm"] = worse(worst["norm"], abs(norm / norm_alone - 1))
@@ -106,10 +110,10 @@ def train(family: str, degrees: dict[str, int], how: dict[str, Any], microbatche
             for record in [*records, *updating]:
                 sent[record.dimension, record.operation] += record.payload
     for name, buffer in model.named_buffers():
-        worst["buffers"] = worse(worst["buffers"], (buffer - ended[name]).abs().max().item())
+        worst["buffers"] = worse(worst["buffers"], (buffer.cpu() - ended[name]).abs().max().item())
     for name, parameter in data.full_parameters(model).items():
         expected = ended[model.apart[name].name if name in model.apart else name]
-        worst["parameters"] = worse(worst["parameters"], (parameter - expected).abs().max().item())
+        worst["parameters"] = worse(worst["parameters"], (parameter.cpu() - expected).abs().max().item())
     return {"errors": dict(worst), "traffic": {key: payload for key, payload in sent.items() if payload}}
 
 
