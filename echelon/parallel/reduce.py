@@ -36,6 +36,7 @@ class Reducer:
         self.group = mesh.get_group()
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
         self.buckets = buckets(model, self.ranks if stage else None)
+        self._sums = self.ranks > 1 or stage > 0  # one rank's gradients are the sums already
         self.accumulating = False
         self.holding = False  # all gradients, until `finish`
         self._launched = 0  # buckets, in this backward pass
@@ -45,14 +46,14 @@ class Reducer:
             bucket.waiting = set(bucket.places)
             if stage:
                 bucket.own_weights()
-            for parameter in bucket.places:
+            for parameter in bucket.places if self._sums else ():
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
 
     def finish(self) -> None:
         """Be sure that this step's gradients are summed: a backward pass that reached no parameter of this rank, or
         only accumulated, has left that to do.
         """
-        if not self._complete:
+        if self._sums and not self._complete:
             self._end_backward()
 
     def part(self, flat: Tensor) -> Tensor:
@@ -81,10 +82,12 @@ class Reducer:
             for parameter in bucket.places:
                 parameter.grad = None
 
-    @torch.no_grad()
     def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        if self.holding or (self.accumulating and self.stage < 2):
-            return
+        if not (self.holding or (self.accumulating and self.stage < 2)):  # before no_grad, which costs more
+            self._bring(bucket, parameter)
+
+    @torch.no_grad()
+    def _bring(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         if not self._under_way:
             self._under_way, self._complete = True, False
             at_end_of_backward(self._end_backward)
