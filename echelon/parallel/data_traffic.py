@@ -60,7 +60,7 @@ def traffic(
     stage 3 gathers each unit in a step, where passes do not simply follow each other.
     """
     if stage == 0:
-        return {"all_reduce": bucket_bytes(model, parts=None)}
+        return {"all_reduce": bucket_bytes(model, parts=None)} if ranks > 1 else {}
     if stage < 3:
         once = bucket_bytes(model, parts=ranks)
         return {"reduce_scatter_single": once * (backwards if stage == 2 else 1), "all_gather_single": once}

@@ -72,7 +72,8 @@ def traffic(
         add("replicate", {"all_reduce": told.pop("all_reduce", 0)})
         add("shard_cp", told)
     else:
-        told = data_traffic.traffic(held, strategies.stage, ranks, backwards=own.reductions)
+        copies = ranks * (2 if own.is_bidirectional else 1)
+        told = data_traffic.traffic(held, strategies.stage, copies, backwards=own.reductions)
         add(TWINS if own.is_bidirectional else summed, told, own.updates)
     if layout.pp > 1:
         streams = own.messages(model, example, DTYPES[strategies.precision]) // (grid.tp if splits else 1)
