@@ -90,6 +90,7 @@ class Pipeline:
         self.times: list[tuple[Action, float, float]] | None = None
         self.versions = Versions(model) if schedule.is_versioned else None
         self._spans, self._recompute = list(spans), set(recompute)
+        self._crossing = [model.crossing(span) for span in spans]  # the edges into each stage and out of it
         self._stage_of = {link: stage for stage, span in enumerate(spans) for link in span}
         self._device = next(model.parameters()).device
         self._mail = Mail(group, model.edges(), self._device)
@@ -164,7 +165,7 @@ class Pipeline:
 
     def _forward(self, action: Action) -> None:
         number, told = action.microbatch, self._signatures[action.microbatch]
-        into, _ = self.model.crossing(self._spans[action.stage])
+        into, _ = self._crossing[action.stage]
         received = {edge: self._mail.take(edge, number, told, self._rank_of(edge[0], action)) for edge in into}
         with self._timed(action), self._noted(number):
             out = self._compute(action, received)
@@ -240,7 +241,7 @@ class Pipeline:
 
     def _receive(self, action: Action) -> None:
         number, told = action.microbatch, self._signatures[action.microbatch]
-        into, out = self.model.crossing(self._spans[action.stage])
+        into, out = self._crossing[action.stage]
         if action.what == "activation":
             for edge in into:
                 self._mail.receive(edge, number, told, self._rank_of(edge[0], action))
