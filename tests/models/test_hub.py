@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,16 +96,24 @@ def test_old_names(folder):
         assert torch.equal(value, expected[name]), name
 
 
-def test_some_blocks_alone(folder):
-    """What a stage of a pipeline holds: the blocks keep their names, the rest is read by others."""
-    whole, stage = hub.load(folder), models.build(GPT)
-    stage.initialize(seed=1)
-    del stage.tokens, stage.positions, stage.blocks[0]
-    stage.blocks = nn.ModuleDict({"1": stage.blocks[0]})
-    hub.load_into(stage, folder)
-    assert torch.equal(stage.head.weight, whole.tokens.weight)
-    for name, value in stage.blocks["1"].state_dict().items():
-        assert torch.equal(value, whole.blocks[1].state_dict()[name]), name
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("family", [GPT, LLAMA], ids=["tied", "not tied"])
+def test_the_links_of_a_stage_alone(family, rank, tmp_path):
+    """From a folder and by seed: also of a parameter that another stage has by its other name."""
+    whole = models.build(family)
+    hub.save(whole, tmp_path / "model")
+    count = len(whole.links())
+    with torch.device("meta"):
+        part = models.build(family)
+    part.keep([[range(2)], [range(2, count)]], rank)
+    part.to_empty(device="cpu")
+    expected = {name: tensor for name, tensor in whole.state_dict(keep_vars=True).items() if name in part.state_dict()}
+    for fill in (partial(hub.load_into, part, tmp_path / "model"), part.initialize):
+        for tensor in part.parameters():
+            tensor.data.fill_(float("nan"))
+        fill()
+        assert part.state_dict().keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in part.state_dict().items())
 
 
 def test_missing_tensors(folder):

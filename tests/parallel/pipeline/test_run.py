@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from echelon.parallel.apply import Strategies
 from echelon.parallel.layout import Layout
@@ -21,9 +22,7 @@ def how(schedule: str, **more: object) -> dict[str, object]:
 def equals_one_process(ranks, family: str, schedule: str, degrees: dict[str, int], **more: object) -> None:
     """In all that is computed; and it sends what the plan says."""
     layout, strategies = Layout(**degrees), Strategies(precision="fp64", global_batchnorm=True, **how(schedule, **more))
-    with torch.device("meta"):
-        model, example = build(family), microbatch(family, 0, 0, SAMPLES)
-    example = {name: each.to("meta") for name, each in example.items()}
+    model, example = on_meta(family)
     for name in ("tokens_BS", "targets_BS") if layout.cp > 1 else ():
         example[name] = example[name][:, : LENGTH // layout.cp]
     batch = MICROBATCHES * SAMPLES * layout.dp
@@ -31,6 +30,13 @@ def equals_one_process(ranks, family: str, schedule: str, degrees: dict[str, int
         assert max(told["errors"].values()) <= 1e-9, told["errors"]
         planned = traffic(model, layout, strategies, batch, LENGTH, rank, microbatches=MICROBATCHES, example=example)
         assert told["traffic"] == planned
+
+
+def on_meta(family: str, tied: bool = True) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model, and a microbatch of one rank."""
+    with torch.device("meta"):
+        model = build(family, tied)
+    return model, {name: each.to("meta") for name, each in microbatch(family, 0, 0, SAMPLES).items()}
 
 
 @pytest.mark.parametrize("family", ["gpt", "resnet"])
@@ -75,10 +81,15 @@ def test_a_pipeline_with_other_dimensions_equals_one_process(ranks, name):
 @pytest.mark.parametrize(("stages", "dp"), [(2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_versions_are_those_of_one_process(ranks, schedule, stages, dp, family):
-    for rank, told in enumerate(ranks(stages * dp, train_with_versions, family, schedule, stages, dp, 8)):
+    """And what is sent is what was planned."""
+    layout, strategies = Layout(dp=dp, pp=stages), Strategies(precision="fp64", global_batchnorm=True, **how(schedule))
+    model, example = on_meta(family, tied=False)
+    for rank, told in enumerate(ranks(layout.size, train_with_versions, family, schedule, stages, dp, 8)):
         assert max(told["errors"].values()) <= 1e-9, told["errors"]
         stage = rank // dp
         assert told["copies"] == (stages - stage if schedule == "pipedream" else 2)
+        planned = traffic(model, layout, strategies, 8 * SAMPLES * dp, LENGTH, rank, microbatches=8, example=example)
+        assert told["traffic"] == planned
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("pipedream", 1), ("pipedream-2bw", 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -84,7 +85,7 @@ def train(
     optimizer = Optimizer(SGD, model)
     pipe = pipeline(model, grid, strategies, microbatches)
     worst: dict[str, float] = defaultdict(float)
-    sent: dict[tuple[str, str], int] = defaultdict(int)
+    sent: dict[tuple[str, str], int] = {}
     for step, (loss_alone, gradients_alone, norm_alone) in enumerate(reference):
         model.place.step = step
         whole = [microbatch(family, step, number, samples) for number in range(microbatches)]
@@ -106,15 +107,13 @@ def train(
         with echelon.comm.record() as updating:
             norm = optimizer.step()
         worst["norm"] = worse(worst["norm"], abs(norm / norm_alone - 1))
-        if step == STEPS - 1:
-            for record in [*records, *updating]:
-                sent[record.dimension, record.operation] += record.payload
+        sent = by_operation([*records, *updating])
     for name, buffer in model.named_buffers():
         worst["buffers"] = worse(worst["buffers"], (buffer.cpu() - ended[name]).abs().max().item())
     for name, parameter in data.full_parameters(model).items():
         expected = ended[model.apart[name].name if name in model.apart else name]
         worst["parameters"] = worse(worst["parameters"], (parameter.cpu() - expected).abs().max().item())
-    return {"errors": dict(worst), "traffic": {key: payload for key, payload in sent.items() if payload}}
+    return {"errors": dict(worst), "traffic": sent}
 
 
 def newest(schedule: str, stages: int, stage: int, number: int) -> int:
@@ -166,7 +165,7 @@ def span_of(name: str, links: list[list[str]], spans: list[range]) -> int:
 
 
 def train_with_versions(family: str, schedule: str, stages: int, dp: int, microbatches: int) -> dict[str, Any]:
-    """A rank's largest errors, and how many copies of its weights it had."""
+    """A rank's largest errors, how many copies of its weights it had, and what was communicated in the last step."""
     samples = SAMPLES * dp
     reference, ended = alone_with_versions(family, schedule, stages, microbatches, samples)
     grid = grid_of(Layout(dp=dp, pp=stages), "cpu")
@@ -174,13 +173,18 @@ def train_with_versions(family: str, schedule: str, stages: int, dp: int, microb
     model: Any = parallelize(build(family, tied=False).double(), grid, strategies)
     optimizer = Optimizer(SGD, model)
     pipe = pipeline(model, grid, strategies, microbatches)
-    counted = count(family, 1 if schedule == "pipedream" else stages, samples)
     worst: dict[str, float] = defaultdict(float)
+    sent: dict[tuple[str, str], int] = {}
     for step, losses_alone in enumerate(reference):
         model.place.step = step
         whole = [microbatch(family, step, number, samples) for number in range(microbatches)]
         given = [batches.part(each, grid, first=number * samples) for number, each in enumerate(whole)]
-        losses = pipe.run(given, lambda out, _: out / counted, optimizer)
+        with echelon.comm.record() as records:
+            updates = [torch.cat([targets(given[number]) for number in update]) for update in pipe.schedule.updates]
+            counts = batches.counts(updates, grid.mesh("data"))
+            each = microbatches // len(updates)
+            losses = pipe.run(given, lambda out, number: out / counts[number // each], optimizer)
+        sent = by_operation(records)
         own = torch.tensor([0.0 if loss is None else loss.item() for loss in losses], dtype=torch.float64)
         dist.all_reduce(own)
         worst["loss"] = worse(
@@ -189,4 +193,12 @@ def train_with_versions(family: str, schedule: str, stages: int, dp: int, microb
     for name, tensor in model.state_dict().items():
         worst["state"] = worse(worst["state"], (tensor - ended[name]).abs().max().item())
     assert pipe.versions is not None
-    return {"errors": dict(worst), "copies": pipe.versions.most}
+    return {"errors": dict(worst), "copies": pipe.versions.most, "traffic": sent}
+
+
+def by_operation(records: Iterable[Any]) -> dict[tuple[str, str], int]:
+    """Payload by dimension and operation."""
+    sent: dict[tuple[str, str], int] = defaultdict(int)
+    for record in records:
+        sent[record.dimension, record.operation] += record.payload
+    return {key: payload for key, payload in sent.items() if payload}
