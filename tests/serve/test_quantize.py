@@ -22,7 +22,14 @@ CONFIGS = {
     "llama": LlamaConfig(vocabulary=61, dim=64, layers=2, heads=8, kv_heads=2, mlp_dim=80, qkv_bias=True, tied=True),
 }
 DTYPES = [torch.float32, torch.bfloat16]
-NEAR = 0.04  # of logits, relative; what is rounded to 8 bits is wrong by about a hundredth
+NEAR = 0.04  # of logits, relative; what is rounded to 8 bits is wrong by about a hundredth, to 7 by twice that
+
+
+def near(kind: str) -> float:
+    """CPUs whose sums could overflow have a bit less for products of integers."""
+    from torchao.utils import should_reduce_range
+
+    return NEAR * (2 if kind == "int8-dynamic" and should_reduce_range(torch.device("cpu")) else 1)
 
 
 def filled(family: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -51,7 +58,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 def test_logits_stay_near(family, dtype, kind, rows):
     got = quantize(filled(family, dtype), kind)(tokens(rows))
     assert got.dtype == dtype
-    assert 0 < error(got, filled(family)(tokens(rows))) < NEAR
+    assert 0 < error(got, filled(family)(tokens(rows))) < near(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +116,7 @@ def errors_on_shards() -> dict[tuple[str, str, torch.dtype], float]:
 def test_each_rank_quantizes_its_shards(ranks):
     wrong = ranks(2, errors_on_shards)[0]
     assert len(wrong) == 8
-    assert all(0 < each < NEAR for each in wrong.values()), wrong
+    assert all(0 < each < near(kind) for (_, kind, _), each in wrong.items()), wrong
 
 
 def test_what_cannot_be_quantized_is_refused():
