@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.comm.operations import _LIBRARY_REDUCE
 from tests.comm.data import FLOATS, assert_same, dtype_of, values
 
 
@@ -179,12 +180,12 @@ def large(dtype: str) -> None:
     parts = [torch.empty(count, dtype=kind) for _ in range(size)]
     dist.all_gather(parts, inputs[rank])
     assert_same(torch.cat(parts), whole)
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-        x = torch.cat(inputs[rank:] + inputs[:rank]).repeat(8)
-        others = [torch.cat(inputs[r:] + inputs[:r]).repeat(8).double() for r in range(size)]
+    often = _LIBRARY_REDUCE // whole.nbytes + 1
+    others = torch.stack([torch.cat(inputs[r:] + inputs[:r]).double() for r in range(size)])
+    for op, reduced in ((dist.ReduceOp.SUM, others.sum(0)), (dist.ReduceOp.MAX, others.amax(0))):
+        x = others[rank].to(kind).repeat(often)
         dist.reduce(x, 1, op)
-        reduced = torch.stack(others).sum(0) if op == dist.ReduceOp.SUM else torch.stack(others).amax(0)
-        assert_same(x, (reduced if rank == 1 else others[rank]).to(kind))
+        assert_same(x, (reduced if rank == 1 else others[rank]).to(kind).repeat(often))
 
 
 def premultiplied() -> None:
