@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import mse_loss
+from train import largest, summary
 
 import echelon  # noqa: F401 (registers the backend, where it is not installed)
 from echelon.models.chain import Chain
@@ -342,18 +343,6 @@ class Peer:
             error = ((gradient - theirs.grad).norm() / theirs.grad.norm()).item()
             if not error < TOLERANCE:
                 raise RuntimeError(f"the gradient of {name} is {error:.1e} from PyTorch's")
-
-
-def largest(value: float) -> float:
-    """Over all ranks."""
-    tensor = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item()
-
-
-def summary(figures: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(figures, n=4)
-    return {"median": median, "spread": high - low}
 
 
 if __name__ == "__main__":

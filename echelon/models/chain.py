@@ -29,6 +29,12 @@ class Apart:
     leads: bool  # whether this rank is the first of them
 
 
+def apart_of(model: nn.Module) -> Mapping[str, Apart]:
+    """The parameters of any model that other ranks of a pipeline hold too, by their names here."""
+    found: Mapping[str, Apart] = getattr(model, "apart", {})
+    return found
+
+
 class Linked(nn.Module):
     """A model that names its links. `span` is which of them `forward` computes: all, unless it is set."""
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from echelon.models.chain import Apart
+from echelon.models.chain import apart_of
 
 Part = tuple[slice, ...]
 
@@ -29,8 +29,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def name_in(model: nn.Module, name: str) -> str:
     """The name that a tensor has in the plain, whole model: the first of them, if a link elsewhere shares it."""
-    plain = plain_name(name)
-    apart: Mapping[str, Apart] = getattr(model, "apart", {})
+    plain, apart = plain_name(name), apart_of(model)
     return apart[plain].name if plain in apart else plain
 
 

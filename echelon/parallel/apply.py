@@ -21,10 +21,10 @@ from echelon.parallel import batchnorm, data, fp8, sequence, tensor
 from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.loss import chunked_cross_entropy
 from echelon.parallel.pipeline.actions import Schedule
+from echelon.parallel.pipeline.part import Part
 from echelon.parallel.pipeline.partition import Balance, bytes_of, linked, partition
 from echelon.parallel.pipeline.run import Pipeline, held
 from echelon.parallel.pipeline.schedule import SCHEDULES, make
-from echelon.parallel.pipeline.traffic import Part
 from echelon.parallel.recompute import Recompute, blocks, recompute
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -132,7 +132,7 @@ def cut(model: nn.Module, grid: Grid, strategies: Strategies, example: Given | N
     mine, kept = grid.mesh("pp").get_local_rank(), held(_placed(grid.layout, strategies), spans)
     chain.keep(kept, mine)
     chain.spans = spans
-    alike = next(place for place, spans in enumerate(kept) if set(spans) == set(kept[mine]))
+    alike = next(place for place, others in enumerate(kept) if set(others) == set(kept[mine]))
     chain.first_holder = int(grid.layout.blocks()[alike].flat[0])  # the first rank of the world with the same links
     return chain  # type: ignore[no-any-return]
 

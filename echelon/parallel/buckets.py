@@ -10,9 +10,8 @@ DTensor) is all that counts here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.distributed import Work
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor
+from echelon.models.chain import apart_of
 
 ALIGNMENT = 16  # bytes: matrix products are slow on weights that begin in between
 
@@ -42,12 +42,6 @@ def units(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         unit = next((unit for unit in modules if name.startswith(f"{unit}.")), "")
         found[unit][name] = parameter
-    return found
-
-
-def apart_of(model: nn.Module) -> Mapping[str, Any]:
-    """The parameters that other stages of a pipeline have, too, by their names here."""
-    found: Mapping[str, Any] = getattr(model, "apart", {})
     return found
 
 

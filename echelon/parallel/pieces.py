@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor
-from echelon.parallel.buckets import Bucket, apart_of, take_gradient
+from echelon.models.chain import apart_of
+from echelon.parallel.buckets import Bucket, take_gradient
 from echelon.parallel.reduce import Reducer
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from echelon.models.chain import Given
+from echelon.models.chain import Given, apart_of
 from echelon.parallel import batchnorm, buckets, data_traffic, loss, sequence, tensor
 from echelon.parallel.apply import DTYPES, TWINS, Strategies, part_of
 from echelon.parallel.buckets import lay_out
 from echelon.parallel.layout import Layout
-from echelon.parallel.pipeline.traffic import Part, Passes
+from echelon.parallel.pipeline.part import Part, StagePasses
 from echelon.plan.memory import STATE, local_shape
 
 Traffic = Counter[tuple[str, str]]  # by view and operation
@@ -87,7 +87,7 @@ def traffic(
 
 
 def _of_a_pass(
-    model: nn.Module, passes: Passes, layout: Layout, strategies: Strategies, samples: int, length: int, rank: int
+    model: nn.Module, passes: StagePasses, layout: Layout, strategies: Strategies, samples: int, length: int, rank: int
 ) -> Traffic:
     """Forward and backward, of one microbatch: all but the gradients of parameters and what goes to other stages."""
     grid = layout.grids[layout.coordinates(rank)["pp"]]
@@ -156,7 +156,7 @@ def _held(model: nn.Module, kv_heads: int, tp: int, place: int, element: int) ->
     def local(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return local_shape(shape, tensor.split_dimension(name, kv_heads, tp), tp, place)
 
-    apart = buckets.apart_of(model)
+    apart = apart_of(model)
     return {
         unit: [
             data_traffic.Held(

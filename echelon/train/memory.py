@@ -21,7 +21,7 @@ from echelon.parallel.apply import part_of
 from echelon.parallel.layout import Grid
 from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pieces import reducer_of
-from echelon.parallel.pipeline.traffic import Part
+from echelon.parallel.pipeline.part import Part
 from echelon.plan import memory as plan
 from echelon.train.checks import attended, example, meta_model, micro_batch, passes
 from echelon.train.config import Config

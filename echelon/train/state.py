@@ -9,7 +9,7 @@ it is the first that has them. A rank of a pipeline holds tensors of its own lin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from echelon.models import held
-from echelon.models.chain import Apart
+from echelon.models.chain import apart_of
 from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pieces import reducer_of
 from echelon.train.boxes import Box, Dealer, boxes
@@ -46,8 +46,9 @@ class State:
         gather_no_more(model)
         self._model, self._optimizer = model, optimizer
         self._parameters = {held.name_in(model, name): parameter for name, parameter in model.named_parameters()}
-        apart: Mapping[str, Apart] = getattr(model, "apart", {})
-        self._of_others = {each.name for each in apart.values() if not each.leads}  # which another stage writes
+        self._of_others = {
+            each.name for each in apart_of(model).values() if not each.leads
+        }  # which another stage writes
         self._reducer = reducer_of(model)
         meshes = [each.device_mesh for each in model.parameters() if isinstance(each, DTensor)]
         self._mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)

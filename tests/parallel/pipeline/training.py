@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 import echelon
 from echelon.models.gpt import GPT, GPTConfig
+from echelon.models.held import name_in
 from echelon.models.resnet import ResNet, ResNetConfig
 from echelon.parallel import batch as batches
 from echelon.parallel import data
@@ -101,7 +102,7 @@ def train(
         dist.all_reduce(total)
         worst["loss"] = worse(worst["loss"], abs(total.item() / layout.tp / loss_alone - 1))
         for name, gradient in data.full_gradients(model).items():
-            expected = gradients_alone[model.apart[name].name if name in model.apart else name]
+            expected = gradients_alone[name_in(model, name)]
             error = (gradient.cpu() - expected).norm() / expected.norm()
             worst["gradient"] = worse(worst["gradient"], error.item())
         with echelon.comm.record() as updating:
@@ -111,7 +112,7 @@ def train(
     for name, buffer in model.named_buffers():
         worst["buffers"] = worse(worst["buffers"], (buffer.cpu() - ended[name]).abs().max().item())
     for name, parameter in data.full_parameters(model).items():
-        expected = ended[model.apart[name].name if name in model.apart else name]
+        expected = ended[name_in(model, name)]
         worst["parameters"] = worse(worst["parameters"], (parameter.cpu() - expected).abs().max().item())
     return {"errors": dict(worst), "traffic": sent}
 

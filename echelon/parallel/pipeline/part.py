@@ -24,7 +24,7 @@ from echelon.parallel.pipeline.statistics import norms_of
 
 
 @dataclass(frozen=True)
-class Passes:
+class StagePasses:
     """One stage of a rank, and how many microbatches go through it."""
 
     names: list[str]  # of its parameters
@@ -48,7 +48,7 @@ class Part:
         if schedule is None:
             self.model, self.microbatches = whole, 1
             names = [name for name, _ in whole.named_parameters()]
-            self.passes = [Passes(names, _attentions(whole), norms_of(whole), True, True, 1)]
+            self.passes = [StagePasses(names, _attentions(whole), norms_of(whole), True, True, 1)]
             self.reductions = self.updates = 1
             self.is_bidirectional = self.is_versioned = False
             return
@@ -135,11 +135,11 @@ class Part:
                 is_whole = action.kind not in BACKWARDS
         return found | {"": rest}
 
-    def _passes(self, stage: int, count: int) -> Passes:
+    def _passes(self, stage: int, count: int) -> StagePasses:
         of_stage = [name for link in self._spans[stage] for name in self.model.parts(link)]
         modules = dict(self.model.named_modules())
         parts = [modules[name] for name in of_stage if name in modules]
-        return Passes(
+        return StagePasses(
             [name for name, _ in self.model.named_parameters() if any(_overlap(name, part) for part in of_stage)],
             [each for part in parts for each in _attentions(part)],
             [each for part in parts for each in norms_of(part)],
