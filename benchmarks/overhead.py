@@ -44,7 +44,7 @@ def calls() -> dict[str, Callable[[], object]]:
     contenders: dict[str, Callable[[], object]] = {"raw mpi4py": lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)}
     for name, kind in (("a group that does nothing", Nothing), ("the leanest group", Leanest)):
         ranks = dist.get_process_group_ranks(world)
-        group = kind(name, ranks, world._transport, world.get_group_store(), timedelta(minutes=1))
+        group = kind(name, ranks, world._roads, world._router, world.get_group_store(), timedelta(minutes=1))
         dist.distributed_c10d._world.pg_map[group] = ("echelon", world.get_group_store())
         contenders[name] = lambda group=group: dist.all_reduce(tensor, group=group)
     contenders["Echelon"] = lambda: dist.all_reduce(tensor, group=world)

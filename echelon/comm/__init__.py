@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from echelon.comm.choose import route
     from echelon.comm.recorder import record
 
-__all__ = ["record"]
+__all__ = ["record", "route"]
 
 
 def __getattr__(name: str) -> Any:
@@ -14,4 +15,8 @@ def __getattr__(name: str) -> Any:
         from echelon.comm.recorder import record
 
         return record
+    if name == "route":
+        from echelon.comm.choose import route
+
+        return route
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

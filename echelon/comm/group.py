@@ -8,7 +8,8 @@ once. Some operations have an older and a newer name: torch 2.11 calls the one, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -40,79 +41,101 @@ from echelon.comm.arguments import (
     read_options,
 )
 from echelon.comm.check import CHECKING, compare
-from echelon.comm.devices import Devices
 from echelon.comm.groups import groups, post_office
 from echelon.comm.lane import Lane
 from echelon.comm.monitored_barrier import pass_barrier
 from echelon.comm.profile import begin, profiling
 from echelon.comm.recorder import Tap, dimension_of, recorder
 from echelon.comm.records import Record, now
-from echelon.comm.reduction import plain_operations, resolve
+from echelon.comm.reduction import LOW_PRECISION, plain_operations, resolve
+from echelon.comm.roads import Roads
+from echelon.comm.routes import Road, Router, obstacle
 from echelon.comm.streams import Ordering
 from echelon.comm.torch_compat import announce, watched_by_modes
-from echelon.comm.transports import Transport, copy_memory
+from echelon.comm.transports import Transport, copy_memory, show
 from echelon.comm.watchdog import logbook
 from echelon.comm.work import CollectiveWork, MessageWork
 from echelon.launch.logbook import SEQUENCE
+from echelon.launch.report import ranks_text
 
 BACKEND = "echelon"
 _MESSAGES = {"send": "a message to", "receive": "a message from"}  # for those who report on them
 # In a forked child: never dropped, since Gloo would wait for threads that it has not.
-_abandoned: list[Transport | None] = []
+_abandoned: list[Roads] = []
 
 
 class EchelonGroup(ProcessGroup):
-    """A `torch.distributed.ProcessGroup` over a transport for CPU tensors, which carries CUDA tensors too, or NCCL."""
+    """A `torch.distributed.ProcessGroup`, each of whose operations takes the road that its router tells."""
 
     def __init__(
         self,
         name: str,
         ranks: list[int],
-        transport: Transport,
+        roads: Roads,
+        router: Router,
         store: Store,
         timeout: timedelta,
         explain_timeout: Callable[[int], str] = lambda _row: "a rank has not come to the barrier in time",
-        nccl: Callable[[], Transport] | None = None,
     ) -> None:
-        """`ranks` are the members' in the world; `explain_timeout` tells more, by the group's row in the logbook;
-        `nccl`, where there is one, makes the transport for CUDA tensors.
-        """
-        super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
+        """`ranks` are the members' in the world; `explain_timeout` tells more, by the group's row in the logbook."""
+        super().__init__(roads.base.rank, roads.base.size)  # type: ignore[call-arg]
         self._ranks = tuple(ranks)
         self._logbook = logbook()
         self._row = self._logbook.open_row(name, ranks, timeout.total_seconds())
-        self._transport = transport
+        self._roads, self._router = roads, router
         self._explain_timeout = explain_timeout
-        self._make_nccl = nccl
-        self._cuda_transport: Transport | None = None
-        self._devices = Devices(transport)
+        self._is_open = True
         self._store = store
         self._timeout = timeout
         self._name, self._description = name, ""
         self._barriers = 0
-        self._lane = Lane(transport.name, self._logbook, self._row)
-        self._plain = {} if CHECKING else plain_operations(transport.reducible)
+        self._lane = Lane(roads.base.name, self._logbook, self._row)
+        self._plain = {} if CHECKING else plain_operations(roads.base.reducible)
         groups.add(self)
 
     @property
     def transport(self) -> str:
-        """The name of what moves this group's CPU tensors: `mpi` or `gloo`."""
-        return self._transport.name
+        """The name of what every group has: `mpi` or, without an MPI world, `gloo`."""
+        return self._roads.base.name
+
+    def road(self, operation: str, size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Road:
+        """The road that an operation (by its name in a table) of so many bytes takes now."""
+        return self._router.on(device).road(operation, size, dtype in LOW_PRECISION)
+
+    @property
+    def chosen_roads(self) -> Mapping[str, Road]:
+        """The roads that were chosen for this group, and hold before those of the table."""
+        return self._router.chosen
+
+    def restore_roads(self, roads: Mapping[str, Road]) -> None:
+        """As `choose_roads`, without the other ranks: for the way out of an error."""
+        self._router.choose(roads)
+
+    def choose_roads(self, roads: Mapping[str, Road]) -> Mapping[str, Road]:
+        """From now on these operations take these roads, and all others those of the table; returns what was chosen
+        before. Called by all ranks of the group, which make sure of it.
+        """
+        before = self.chosen_roads
+        words = ", ".join(f"{operation}={road}" for operation, road in sorted(roads.items())) or "nothing"
+        self._lane.check_open()
+        self._lane.call((self._logbook.code("route", None), 0), self._agree, words, roads.get("message"))
+        self._router.choose(roads)
+        return before
 
     def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
         """The most frequent case in few steps, since its microseconds are counted; False if this is not that case."""
         operation = self._plain.get((id(op), tensor.dtype))
+        if operation is None or not tensor.is_cpu or tensor.is_sparse or not tensor.is_contiguous():
+            return False
+        transport = self._roads.opened(self._router.on_cpu.road("all_reduce", tensor.nbytes))
         return (
-            operation is not None
-            and tensor.is_cpu
-            and not tensor.is_sparse
-            and tensor.is_contiguous()
-            and not (self._transport.patient and tensor.nbytes >= operations.PATIENT_ALL_REDUCE)
+            transport is not None
+            and tensor.dtype in transport.reducible
             and not profiling()
             and not recorder.logs
             and self._lane.try_call(
                 (self._logbook.code("all_reduce", tensor.dtype), tensor.numel()),
-                self._transport.all_reduce,
+                transport.all_reduce,
                 tensor,
                 operation,
             )
@@ -273,19 +296,16 @@ class EchelonGroup(ProcessGroup):
     def finish(self) -> None:
         """Finish what is under way; nothing can be started any more."""
         self._lane.close(f"process group {self._name!r} was destroyed: no operation can be started on it any more")
-        self._devices.close()
+        self._plain = {}
+        self._roads.finish()
 
     def shutdown(self) -> None:
         """Finish, and free the communicators; all ranks of the group do this."""
-        if isinstance(self._transport, _Closed):
-            return
-        self.finish()
-        self._logbook.close_row(self._row)
-        transport = self._transport
-        self._close()
-        transport.close()
-        if self._cuda_transport is not None:
-            self._cuda_transport.close()
+        if self._is_open:
+            self._is_open = False
+            self.finish()
+            self._logbook.close_row(self._row)
+            self._roads.close()
 
     def abort(self) -> None:
         self.shutdown()
@@ -329,8 +349,8 @@ class EchelonGroup(ProcessGroup):
     def abandon(self) -> None:
         """Refuse all further use: this process is a fork of the rank that owns the group."""
         self._lane.abandon("this process was forked from a rank and cannot communicate: only the rank itself can")
-        _abandoned.extend((self._transport, self._cuda_transport))
-        self._close()
+        _abandoned.append(self._roads)
+        self._is_open, self._plain = False, {}
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -338,41 +358,55 @@ class EchelonGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _close(self) -> None:
-        """From now on every call comes to the lane, which says why it is closed."""
-        self._transport = _Closed(self.rank(), self.size())
-        self._plain = {}
-
     def _submit(self, opts: Any, outputs: list[Any], operation: Callable[..., None], *arguments: Any) -> Work | None:
         self._lane.check_open()
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             # Fake tensors have shapes and no memory: as over PyTorch's own backends, nothing is communicated.
             return CollectiveWork.done(outputs) if opts.asyncOp else None
         call = operations.Call(operation, arguments)
+        device = next((tensor.device for tensor in call.tensors if not tensor.is_cpu), None)
+        road = self._road(call, device)
         if watched_by_modes():
             announce(call.name, several=operation is operations.one_after_another)
         tap = Tap(self._record(call.name, call.dtype, call.payload(self.size()))) if recorder.logs else None
-        device = next((tensor.device for tensor in call.tensors if not tensor.is_cpu), None)
-        if device is not None and self._make_nccl is not None:
-            self._do(call, self._nccl(device), tap)  # only enqueues: nothing to wait for, and no need of the lane
-            return CollectiveWork.done(outputs) if opts.asyncOp else None
         note = self._logbook.code(call.name, call.dtype), call.elements
-        ordering = None if device is None else self._devices.ordering(device)
         end = begin(call.name, call.inputs) if profiling() else None
         record = None if tap is None else tap.record
+        if road.transport == "nccl" and self._lane.try_call(note, self._carry_out, call, road, device, None, tap, end):
+            return CollectiveWork.done(outputs) if opts.asyncOp else None  # it is on the stream: nothing to wait for
+        ordering = None if device is None else self._roads.ordering(device)
+        carry_out = self._carry_out, call, road, device, ordering, tap, end
         if opts.asyncOp:
-            carry_out = self._carry_out, call, ordering, tap, end
             return self._lane.post(outputs, note, *carry_out, ordering=ordering, record=record)
-        self._lane.call(note, self._carry_out, call, ordering, tap, end)
+        self._lane.call(note, *carry_out)
         if ordering is not None:
             ordering.join()
         if record is not None:
             record.blocked = now() - record.enqueued
         return None
 
+    def _road(self, call: operations.Call, device: torch.device | None) -> Road:
+        if call.tensors and call.tensors[0].is_sparse:  # whose sizes differ from rank to rank
+            return Road(self._roads.base.name)
+        routes = self._router.on("cpu" if device is None else device.type)
+        return routes.road(call.routed, call.payload(self.size()), call.dtype in LOW_PRECISION)
+
+    def _agree(self, words: str, messages: Road | None) -> None:
+        """That all ranks have chosen the same; in the lane."""
+        differing = defaultdict(list)
+        for rank, chosen in zip(self._ranks, show(self._roads.base, words), strict=True):
+            differing[chosen].append(rank)
+        if len(differing) > 1:
+            choices = "; ".join(f"{ranks_text(ranks)}: {chosen}" for chosen, ranks in differing.items())
+            raise DistBackendError(f"all ranks of a group must choose the same roads, but they chose: {choices}")
+        if messages is not None and not obstacle(messages, "message", "cpu", self._router.place):
+            self._roads.open_messages(messages.transport)
+
     def _carry_out(
         self,
         call: operations.Call,
+        road: Road,
+        device: torch.device | None,
         ordering: Ordering | None,
         tap: Tap | None = None,
         end: Callable[[], object] | None = None,
@@ -380,11 +414,11 @@ class EchelonGroup(ProcessGroup):
         """What the lane runs; `end` is called in any case."""
         try:
             if CHECKING:
-                compare(self._transport, call, self._ranks)
+                compare(self._roads.base, call, self._ranks)
+            transport = self._roads.open(road, device)
             if ordering is None:
-                self._do(call, self._transport, tap)
+                self._do(call, transport, tap)
             else:
-                transport = self._devices.for_collectives(ordering.device)
                 ordering.run(call.tensors, self._do, call, transport, tap)
         except TimeoutError:
             raise DistBackendError(self._explain_timeout(self._row)) from None
@@ -439,12 +473,13 @@ class EchelonGroup(ProcessGroup):
             payload = memory.nbytes if method == "send" else 0
             record = self._record(method, tensor.dtype, payload, -1 if there is None else there)
             record.wire = 0 if peer == self.rank() else payload
-        if tensor.is_cpu or self._make_nccl is not None:
-            transport = self._transport if tensor.is_cpu else self._nccl(tensor.device)
+        device = None if tensor.is_cpu else tensor.device
+        road = self._router.on(tensor.device.type).road("message", 0)
+        transport = self._roads.for_messages(road.transport, device)
+        if device is None or road.transport == "nccl":
             request = getattr(transport, method)(memory, peer, tag)
         else:
-            ordering = self._devices.ordering(tensor.device)
-            transport = self._devices.for_messages(tensor.device)
+            ordering = self._roads.ordering(device)
             request = ordering.run([memory], getattr(transport, method), memory, peer, tag)
         if record is not None:
             record.transport, record.algorithm, record.started = transport.name, "library", now()
@@ -452,26 +487,6 @@ class EchelonGroup(ProcessGroup):
         work = MessageWork([tensor], label, request, (memory, self), arrived, ordering, record)
         post_office.watch(work)
         return work
-
-    def _nccl(self, device: torch.device) -> Transport:
-        if device.type != "cuda":
-            raise ValueError(f"this group moves CPU and CUDA tensors, and this tensor is on {device}")
-        if self._cuda_transport is None:
-            assert self._make_nccl is not None
-            self._cuda_transport = self._make_nccl()
-        return self._cuda_transport
-
-
-class _Closed:
-    """Stands where a transport was."""
-
-    name = "closed"
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def close(self) -> None:
-        """Nothing is left to free."""
 
 
 def _in_turn(*functions: Callable[[], object] | None) -> None:

@@ -21,11 +21,9 @@ from echelon.comm import algorithms
 from echelon.comm.reduction import LOW_PRECISION, Reduction
 from echelon.comm.transports import Transport, copy_memory
 
-# Sizes in bytes at which one way becomes faster than another, with MPICH and with Open MPI (benchmarks/collectives.py).
-_LIBRARY_REDUCE_SCATTER = 2**20  # up to here the library's reduce_scatter, then one exchange and a sum of our own
-_LIBRARY_REDUCE = 2**23  # the same for reduce
-PATIENT_ALL_REDUCE = 2**20  # from here, between nodes, an exchange and a sum of our own: the library's would poll
-_FLAT_GATHER = 2**16  # up to here lists are gathered as one tensor and copied, then straight into the list's tensors
+# Bytes up to which a list is gathered as one tensor and copied, then straight into the list's tensors: where the one
+# becomes faster than the other, with MPICH and with Open MPI (benchmarks/collectives.py).
+_FLAT_GATHER = 2**16
 
 # Which argument is an operation's payload, if not the first, and whether it is one rank's part of it.
 _PAYLOAD = {
@@ -35,6 +33,15 @@ _PAYLOAD = {
     "all_to_all_single": (1, False),
     "gather": (1, True),
     "scatter": (0, True),
+}
+
+
+# What tables of routes call an operation, if not by its own name.
+_ROUTED = {
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_to_all": "all_to_all_v",  # lists may differ in size from rank to rank
 }
 
 
@@ -68,6 +75,14 @@ class Call:
         return sum(tensor.nbytes for tensor in _flat(arguments[which])) * (size if part else 1)
 
     @property
+    def routed(self) -> str:
+        """The operation, as `routes` knows it."""
+        if self.operation is all_to_all_single:
+            return "all_to_all_v" if self.arguments[2] or self.arguments[3] else "all_to_all"
+        name = self.name
+        return _ROUTED.get(name, name)
+
+    @property
     def dtype(self) -> torch.dtype | None:
         return self.tensors[0].dtype if self.tensors else None
 
@@ -87,7 +102,7 @@ def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> No
         copy_memory(tensor, copy)
         return
     flat = tensor if reduction.plain else _prepared(tensor, reduction)
-    if flat.dtype in transport.reducible and not (transport.patient and flat.nbytes >= PATIENT_ALL_REDUCE):
+    if flat.dtype in transport.reducible:
         transport.all_reduce(flat, reduction.operation)
         if reduction.average:
             _divide(flat, transport.size)
@@ -133,7 +148,7 @@ def reduce(transport: Transport, tensor: Tensor, root: int, reduction: Reduction
     if not tensor.is_contiguous() or (reduction.factor is not None and transport.rank != root):
         work = work.clone(memory_format=torch.contiguous_format)
     flat = _prepared(work, reduction)
-    if flat.dtype in transport.reducible and flat.nbytes < _LIBRARY_REDUCE:
+    if flat.dtype in transport.reducible:
         transport.reduce(flat, reduction.operation, root)
         if reduction.average and transport.rank == root:
             _divide(flat, transport.size)
@@ -159,7 +174,8 @@ def all_gather_single(transport: Transport, output: Tensor, input: Tensor) -> No
 def all_gather(transport: Transport, outputs: list[Tensor], input: Tensor) -> None:
     """Tensors may differ in size from rank to rank, as long as all ranks expect the same sizes."""
     mine = _dense(input)
-    if len({output.numel() for output in outputs}) == 1 and mine.nbytes * transport.size <= _FLAT_GATHER:
+    equal = len({output.numel() for output in outputs}) == 1
+    if equal and (transport.algorithm or mine.nbytes * transport.size <= _FLAT_GATHER):
         flat = mine.new_empty((transport.size, mine.numel()))
         transport.all_gather(flat, mine)
         for output, part in zip(outputs, flat, strict=True):
@@ -183,11 +199,7 @@ def scatter(transport: Transport, output: Tensor, inputs: list[Tensor] | None, r
 
 
 def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, reduction: Reduction) -> None:
-    if (
-        input.nbytes < _LIBRARY_REDUCE_SCATTER
-        and reduction.factor is None
-        and (reduction.view or input.dtype) in transport.reducible
-    ):
+    if reduction.factor is None and (reduction.view or input.dtype) in transport.reducible:
         dense = _dense(output)
         target = reduction.of(dense)
         transport.reduce_scatter(target, reduction.of(_apart(input, dense)), reduction.operation)
@@ -202,10 +214,7 @@ def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, r
 
 def reduce_scatter(transport: Transport, output: Tensor, inputs: list[Tensor], reduction: Reduction) -> None:
     """Pieces may differ in size from rank to rank."""
-    if (
-        len({piece.numel() for piece in inputs}) == 1
-        and sum(piece.nbytes for piece in inputs) < _LIBRARY_REDUCE_SCATTER
-    ):
+    if len({piece.numel() for piece in inputs}) == 1 and transport.algorithm != "exchange":
         reduce_scatter_single(transport, output, torch.cat([piece.detach().reshape(-1) for piece in inputs]), reduction)
     else:
         reduce_scatter_pieces(transport, output, inputs, reduction)
@@ -225,11 +234,12 @@ def reduce_scatter_pieces(transport: Transport, output: Tensor, inputs: list[Ten
 def all_to_all_single(
     transport: Transport, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> None:
-    """Rows of `input` to the ranks; no splits means equal ones.
-
-    Whether a rank gives splits is its own choice, so all of them take the same way, which serves any splits.
-    """
+    """Rows of `input` to the ranks; no splits means equal ones."""
     dense = _dense(output)
+    if not (output_splits or input_splits):
+        transport.all_to_all(dense, _apart(input, dense))
+        _give_back(output, dense)
+        return
     sent = _split(_apart(input, dense), input_splits, transport.size)
     transport.exchange(sent, _split(dense, output_splits, transport.size))
     _give_back(output, dense)

@@ -17,15 +17,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from echelon.comm.overlay import Overlay
 from echelon.comm.records import Log, Record, RecordWriter, now
 from echelon.comm.torch_compat import dimensions
-from echelon.comm.transports import Parcel, Request, Transport
+from echelon.comm.transports import HostTransport, Parcel, Request, Transport, exchange_rows
 from echelon.launch.identity import Identity
 from echelon.launch.start import RECORD_VARIABLE
 
@@ -123,18 +124,24 @@ class Tap:
         self.record = record
         self._calls: list[str] = []
 
-    def open(self, transport: Transport, sequence: int) -> Tap:
-        self._transport = transport
+    def open(self, transport: Transport, sequence: int) -> Transport:
+        """What to carry out the operation with: an algorithm is kept, over this in place of its own host."""
+        overlay = transport if isinstance(transport, Overlay) else None
+        self._written = overlay.written if overlay is not None else lambda: 0
+        self._before = self._written()
+        self._transport = transport if overlay is None else overlay.host
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.reducible, self.highest_tag = transport.reducible, transport.highest_tag
-        self.patient = transport.patient
+        self.algorithm = transport.algorithm
         self.record.transport, self.record.sequence = transport.name, sequence
         self.record.started = now()
-        return self
+        return self if overlay is None else overlay.over(self)
 
     def close(self) -> None:
+        self.record.wire += self._written() - self._before
         calls = list(dict.fromkeys(self._calls))
-        self.record.algorithm = " + ".join(calls) if len(calls) > 1 or "exchange" in calls else "library"
+        alone = " + ".join(calls) if len(calls) > 1 or "exchange" in calls else "library"
+        self.record.algorithm = self.algorithm or alone
         self.record.ended = now()
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
@@ -161,10 +168,16 @@ class Tap:
         self._model("all_gather_uneven", output.nbytes * (self.size - 1) // self.size)
         self._transport.all_gather_uneven(output, input, counts)
 
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        exchange_rows(self, output, input)
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        self._calls.append("exchange")
-        self.record.wire += sum(tensor.nbytes for rank, tensor in sends if rank != self.rank)
+        self._note_exchange(sends)
         self._transport.exchange(sends, receives)
+
+    def start_exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], object]:
+        self._note_exchange(sends)
+        return cast(HostTransport, self._transport).start_exchange(sends, receives)
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         self._calls.append("barrier")
@@ -175,6 +188,10 @@ class Tap:
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int) -> Request:
         return self._transport.receive(tensor, rank, tag)
+
+    def _note_exchange(self, sends: Sequence[Parcel]) -> None:
+        self._calls.append("exchange")
+        self.record.wire += sum(tensor.nbytes for rank, tensor in sends if rank != self.rank)
 
     def _model(self, call: str, wire: int) -> None:
         self._calls.append(call)

@@ -28,6 +28,8 @@ LOW_PRECISION = frozenset(
     for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 )
 
+HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:

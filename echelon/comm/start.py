@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -19,23 +19,44 @@ from torch.distributed import Store, TCPStore
 
 from echelon.comm.group import EchelonGroup
 from echelon.comm.groups import close_groups, finish_groups, waited_messages
+from echelon.comm.meeting import meet
 from echelon.comm.recorder import record_if_asked
-from echelon.comm.transports import Transport
+from echelon.comm.roads import Roads
+from echelon.comm.routes import Router, Table
+from echelon.comm.tables import AUTO, agreed, asked
+from echelon.comm.transports import HostTransport, Transport
+from echelon.comm.transports.native import gloo, nccl
 from echelon.comm.watchdog import Watchdog
 from echelon.comm.world import before_finalizing, leave, mpi_world, on_end
 from echelon.launch.identity import identity
 
 _watchdogs: list[Watchdog] = []  # one, as soon as there is a group
+_auto: list[Table] = []  # what `auto` is, as soon as the world has found it
 
 
 def create_group(options: Any) -> EchelonGroup:
     """Make the group that `options` (PyTorch's `_DistributedBackendOptions`) describe; called by its members alone."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    table = asked() if not _auto else _auto[0]
+    arguments = (options.store, options.group_rank, options.group_size, options.timeout)
+    others: dict[str, Callable[[], Transport]] = {"nccl": partial(nccl, *arguments)}
+    explained = {}
+    base: HostTransport
     if identity().in_mpi_world:
-        transport = _mpi(options, ranks)
-        explain = _watchdogs[0].explain_timeout
-        return EchelonGroup(options.group_id, ranks, transport, options.store, options.timeout, explain)
-    return _native_group(options, ranks)
+        base, others["gloo"] = _mpi(options, ranks), partial(gloo, *arguments)
+        explained = {"explain_timeout": _watchdogs[0].explain_timeout}
+    else:
+        _say_once()
+        _close_in_time()
+        base = gloo(*arguments)
+    place, nodes = meet(base, ranks, AUTO if table is None else table.digest)
+    if table is None:
+        table = agreed(options.store, place)
+        _auto.append(table)
+    roads, router = Roads(base, others, nodes), Router(table, place)
+    for transport in {router.on_cpu.road("message", 0).transport, base.name}:
+        roads.open_messages(transport)
+    return EchelonGroup(options.group_id, ranks, roads, router, options.store, options.timeout, **explained)
 
 
 def refuse(text: str, code: int) -> NoReturn:
@@ -81,7 +102,7 @@ def rendezvous(given: dict[str, int], timeout: timedelta) -> Iterator[tuple[Stor
     yield store, rank, size
 
 
-def _mpi(options: Any, ranks: list[int]) -> Transport:
+def _mpi(options: Any, ranks: list[int]) -> HostTransport:
     from echelon.comm.transports.mpi import MPITransport
 
     world = mpi_world()
@@ -111,17 +132,6 @@ def _look_after(store: Store) -> None:
         before_finalizing(finish_groups)
         on_end(watchdog.end)
         on_end(lambda _how, _code: end_record())
-
-
-def _native_group(options: Any, ranks: list[int]) -> EchelonGroup:
-    from echelon.comm.transports.native import gloo, nccl
-
-    _say_once()
-    _close_in_time()
-    arguments = (options.store, options.group_rank, options.group_size, options.timeout)
-    return EchelonGroup(
-        options.group_id, ranks, gloo(*arguments), options.store, options.timeout, nccl=partial(nccl, *arguments)
-    )
 
 
 @cache

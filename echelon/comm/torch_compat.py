@@ -164,6 +164,20 @@ def choose_gpu() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def gpu_to_be() -> str:
+    """Which GPU this rank has, or would choose, as the driver counts them on its node; `-` if there is none.
+
+    Told without starting CUDA.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        return "-"
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else int(os.environ.get("LOCAL_RANK", "0"))
+    return str(torch.cuda._parse_visible_devices()[index % count])
+
+
 def mesh_of(device_type: str, ranks: Any, names: tuple[str, ...]) -> Any:
     """A mesh that makes a group of its own for every dimension, called by the ranks in it.
 

@@ -86,6 +86,12 @@ class ClusterSpec:
         """The nodes as MPI's launchers want them told, with the ranks that each has room for."""
         return tuple(f"{name}:{self.ranks_per_node}" for name in self.names)
 
+    @property
+    def link(self) -> str:
+        """What joins the nodes, in words."""
+        latency = f" + {self.latency_s * 1e6:g} us" if self.latency_s else ""
+        return f"{self.rate_bits / 1e6:g} Mbit/s{latency}"
+
     def ranks_of(self, name: str) -> list[int]:
         first = self.names.index(name) * self.ranks_per_node
         return list(range(first, first + self.ranks_per_node))

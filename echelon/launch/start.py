@@ -33,6 +33,7 @@ from echelon.launch.report import exit_code, post_mortem
 from echelon.launch.watch import VARIABLE, Watch
 
 RECORD_VARIABLE = "ECHELON_RECORD"
+LINK_VARIABLE = "ECHELON_LINK"  # what joins the nodes of an emulated cluster
 _JOB_VARIABLE = "ECHELON_JOB"  # marks every process of a job, wherever its launcher put it
 _GRACE_SECONDS = 5.0
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}  # what schedulers send before they end a job, if they are told to
@@ -81,6 +82,7 @@ def run(job: Job, mpi: Installation, meanwhile: contextlib.AbstractContextManage
         watch = Watch(Path(folder), elsewhere=bool(job.hosts), listener=nodes.listen() if nodes else None)
         marks = {_JOB_VARIABLE: identifier, VARIABLE: watch.address, FOLDER_VARIABLE: folder}
         marks |= {RECORD_VARIABLE: str(job.record.absolute())} if job.record else {}
+        marks |= {LINK_VARIABLE: job.cluster.link} if job.cluster else {}
         command = command_line(job, mpi)
         if nodes:
             command, marks = nodes.from_head(command), marks | nodes.environment()
@@ -122,8 +124,8 @@ def command_line(job: Job, mpi: Installation) -> list[str]:
             flags.append("--allow-run-as-root")
         if hosts:
             flags += ["--host", ",".join(hosts)]
-            recording = (RECORD_VARIABLE,) if job.record else ()
-            for name in (*_defaults(job, mpi), _JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE, *recording):
+            more = [RECORD_VARIABLE] * bool(job.record) + [LINK_VARIABLE] * bool(job.cluster)
+            for name in (*_defaults(job, mpi), _JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE, *more):
                 flags += ["-x", name]
         if job.prefix_output:
             flags.append("--tag-output")

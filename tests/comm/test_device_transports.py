@@ -55,7 +55,7 @@ def mapped(file: str, size: int) -> torch.Tensor:
 
 def transport(kind: str, folder: str):
     """One over this rank's own MPI transport; mailboxes are files here."""
-    host, device = dist.group.WORLD._transport, torch.device("cpu")
+    host, device = dist.group.WORLD._roads.base, torch.device("cpu")
     if kind == "direct":
         return DirectTransport(host, device)
     place = str(host.rank) if kind == "staged" else "one place"

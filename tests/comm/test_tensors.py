@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.comm.operations import _LIBRARY_REDUCE
+from echelon.comm.routes import EXCHANGED
 from tests.comm.data import FLOATS, assert_same, dtype_of, values
 
 
@@ -180,7 +180,7 @@ def large(dtype: str) -> None:
     parts = [torch.empty(count, dtype=kind) for _ in range(size)]
     dist.all_gather(parts, inputs[rank])
     assert_same(torch.cat(parts), whole)
-    often = _LIBRARY_REDUCE // whole.nbytes + 1
+    often = EXCHANGED["reduce"] // whole.nbytes + 1
     others = torch.stack([torch.cat(inputs[r:] + inputs[:r]).double() for r in range(size)])
     for op, reduced in ((dist.ReduceOp.SUM, others.sum(0)), (dist.ReduceOp.MAX, others.amax(0))):
         x = others[rank].to(kind).repeat(often)

@@ -34,7 +34,7 @@ STEPS = 4
 def choose(way: str, group: dist.ProcessGroup | None = None) -> None:
     """Send the group's tensors that way."""
     transports.messages.SHARED_FROM = SHARED_FROM if way == "shared" else math.inf
-    devices = (group or dist.group.WORLD)._devices
+    devices = (group or dist.group.WORLD)._roads._devices_of("mpi")
     devices.close()
     if way == "staged":
         devices._collectives[DEVICE] = devices.for_messages(DEVICE)
@@ -168,7 +168,7 @@ def messages(way: str) -> None:
         assert x.unique().tolist() == [float(tag)]
     for work in many:
         work.wait()
-    readers = dist.group.WORLD._devices.for_messages(DEVICE)._messages._readers
+    readers = dist.group.WORLD._roads._devices_of("mpi").for_messages(DEVICE)._messages._readers
     assert bool(readers) == (way == "shared")
     assert all(readers.values())
 

@@ -41,13 +41,11 @@ class Transport(Protocol):
     size: int
     highest_tag: int
     reducible: frozenset[torch.dtype]  # what the library itself can reduce; the rest is reduced by `algorithms`
-    patient: bool  # whether waiting for large parcels pauses: between nodes, where they take their time
+    algorithm: str  # what stands between the library and the operation, if anything does
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None: ...
 
-    def reduce(self, tensor: Tensor, operation: str, root: int) -> None:
-        """Only for tensors of moderate size, as is `reduce_scatter`: large ones go another way (`operations`)."""
-        ...
+    def reduce(self, tensor: Tensor, operation: str, root: int) -> None: ...
 
     def reduce_scatter(self, output: Tensor, input: Tensor, operation: str) -> None: ...
 
@@ -59,6 +57,10 @@ class Transport(Protocol):
 
     def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
         """As `all_gather`, with `counts[rank]` elements from each rank."""
+        ...
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        """Equal parts of `input`, one for each rank."""
         ...
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
@@ -76,6 +78,18 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class HostTransport(Transport, Protocol):
+    """A transport for host memory, which algorithms of several levels are built on."""
+
+    def start_exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], object]:
+        """Begin an exchange; what is returned waits for its end. The tensors are in use until then."""
+        ...
+
+    def part(self, ranks: Sequence[int]) -> HostTransport:
+        """One of the same kind between some of the ranks, called by these alone."""
+        ...
 
 
 def completes(test: Callable[[], bool], timeout: timedelta = timedelta.max) -> bool:
@@ -124,6 +138,12 @@ def copy_to_self(rank: int, sends: Sequence[Parcel], receives: Sequence[Parcel])
         strict=True,
     ):
         copy_memory(target, source.view_as(target))
+
+
+def exchange_rows(transport: Transport, output: Tensor, input: Tensor) -> None:
+    """An all_to_all as an exchange."""
+    there, back = input.view(transport.size, -1), output.view(transport.size, -1)
+    transport.exchange(list(enumerate(there)), list(enumerate(back)))
 
 
 def show(transport: Transport, words: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.comm.transports import Parcel, Request, Transport
+from echelon.comm.transports import Parcel, Request, Transport, exchange_rows
 
 
 class DirectTransport:
@@ -26,7 +26,7 @@ class DirectTransport:
         self.name = f"{host.name}, CUDA-aware"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
         self.highest_tag = host.highest_tag
-        self.patient = False
+        self.algorithm = ""
         self._host = host
         self._device = torch.get_device_module(device)
 
@@ -47,6 +47,9 @@ class DirectTransport:
 
     def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
         self._when_ready().all_gather_uneven(output, input, counts)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        exchange_rows(self, output, input)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         self._when_ready().exchange(sends, receives)

@@ -2,14 +2,14 @@
 
 Memory is handed over by address with an explicit datatype, the cheapest way mpi4py has. Data that is only moved
 travels as bytes, so every dtype can travel. Collectives use one communicator; point-to-point has its own, so that a
-message never waits behind a collective. MPI polls while it waits; where no two ranks of a group share a node, and a
-large message takes its time, waiting pauses instead and leaves the cores to the computation. Open MPI 5 counts in
+message never waits behind a collective. MPI polls while it waits; where an exchange goes to other nodes alone, and is
+large enough to take its time, waiting pauses instead and leaves the cores to the computation. Open MPI 5 counts in
 32-bit integers: longer messages travel as one element of a derived datatype, longer reductions in pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
@@ -18,11 +18,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from echelon.comm.transports import Parcel, completes, copy_to_self
+from echelon.comm.transports import Parcel, completes, copy_to_self, exchange_rows
 
 _MAX_COUNT = 2**31 - 1
 _SEGMENT = 2**30
-_PATIENT = 2**18  # bytes from which a parcel is worth a pause
+_PATIENT = 2**18  # bytes from which an exchange is worth a pause
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -53,7 +53,7 @@ _address = MPI.buffer.fromaddress
 class MPITransport:
     """Collectives and messages over the ranks of one group, given by its members' ranks in the MPI world."""
 
-    name = "mpi"
+    name, algorithm = "mpi", ""
     reducible = frozenset(_DATATYPES)
     highest_tag: int
 
@@ -61,7 +61,9 @@ class MPITransport:
         """Take over `comm`, which only this group uses."""
         self._comm = comm
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.patient = comm.Get_size() > 1 and comm.allreduce(node.Get_size(), MPI.MAX) == 1
+        neighbours = node.group.Translate_ranks(list(range(node.size)), comm.group)
+        self._near = frozenset(neighbours) - {comm.rank}
+        self._alone = comm.size > 1 and comm.allreduce(node.size, MPI.MAX) == 1
         node.Free()
         self._messages = comm.Dup()
         self.highest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
@@ -101,22 +103,32 @@ class MPITransport:
         self._comm.Allgather(sent, (_address(output.data_ptr(), output.nbytes), block, MPI.BYTE))
 
     def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
-        if output.nbytes > (_PATIENT if self.patient else _MAX_COUNT):
+        if output.nbytes > (_PATIENT if self._alone else _MAX_COUNT):
             pieces = output.view(-1).split(list(counts))
             self.exchange([(rank, input) for rank in range(self.size)], list(enumerate(pieces)))
             return
         sizes = [count * input.element_size() for count in counts]
         self._comm.Allgatherv(_bytes(input), (_address(output.data_ptr(), output.nbytes), sizes, MPI.BYTE))
 
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        exchange_rows(self, output, input)
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        self.start_exchange(sends, receives)()
+
+    def start_exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], object]:
         comm, me = self._comm, self.rank
         requests = [comm.Irecv(_bytes(tensor), rank) for rank, tensor in receives if rank != me and tensor.numel()]
         requests += [comm.Isend(_bytes(tensor), rank) for rank, tensor in sends if rank != me and tensor.numel()]
         copy_to_self(me, sends, receives)
-        if self.patient and max((tensor.nbytes for _, tensor in [*sends, *receives]), default=0) >= _PATIENT:
-            completes(partial(MPI.Request.Testall, requests))
-        else:
-            MPI.Request.Waitall(requests)
+        parcels = [parcel for parcel in (*sends, *receives) if parcel[0] != me]
+        far = self._near.isdisjoint(rank for rank, _ in parcels)
+        if far and sum(tensor.nbytes for _, tensor in parcels) >= _PATIENT:
+            return partial(completes, partial(MPI.Request.Testall, requests))
+        return partial(MPI.Request.Waitall, requests)
+
+    def part(self, ranks: Sequence[int]) -> MPITransport:
+        return MPITransport(self._comm.Create_group(self._comm.group.Incl(list(ranks))))
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         if timeout is None:

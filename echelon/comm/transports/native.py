@@ -1,4 +1,4 @@
-"""PyTorch's own Gloo and NCCL as transports, for ranks that have no MPI world (torchrun).
+"""PyTorch's own Gloo and NCCL as transports.
 
 Gloo blocks, as a transport should. NCCL only enqueues: what has been called is done in the order of the current CUDA
 stream, which is what "done" means for a CUDA tensor.
@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch.distributed.distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     ReduceOptions,
+    ReduceScatterOptions,
 )
 
 from echelon.comm import algorithms
-from echelon.comm.transports import Parcel, copy_to_self
+from echelon.comm.transports import Parcel, copy_to_self, exchange_rows
 
 _OPERATIONS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
@@ -42,23 +44,22 @@ _EXCHANGE_TAG = 0
 def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> NativeTransport:
     """Gloo, for CPU tensors."""
 
-    def group(name: str) -> Any:
+    def group(name: str, rank: int, size: int) -> Any:
         return torch.distributed.ProcessGroupGloo(PrefixStore(f"{name}/", store), rank, size, timeout)
 
-    return NativeTransport("gloo", group, rank, size, _GLOO_REDUCES, contextlib.nullcontext)
+    return NativeTransport("gloo", group, rank, size)
 
 
 def nccl(store: Store, rank: int, size: int, timeout: timedelta) -> NativeTransport:
     """NCCL, for CUDA tensors."""
     native = torch.distributed.ProcessGroupNCCL
 
-    def group(name: str) -> Any:
+    def group(name: str, rank: int, size: int) -> Any:
         options = native.Options()
         options._timeout = timeout
         return native(PrefixStore(f"nccl-{name}/", store), rank, size, options)
 
-    transport = NativeTransport("nccl", group, rank, size, _NCCL_REDUCES, lambda: _grouped(transport.collectives))
-    return transport
+    return NativeTransport("nccl", group, rank, size)
 
 
 @contextlib.contextmanager
@@ -74,67 +75,82 @@ def _grouped(group: Any) -> Any:
 class NativeTransport:
     """Collectives and messages over one of PyTorch's libraries. As with MPI, messages have a group of their own."""
 
-    def __init__(
-        self,
-        name: str,
-        group: Callable[[str], Any],
-        rank: int,
-        size: int,
-        reducible: frozenset[torch.dtype],
-        together: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        """`together` is entered around the sends and receives of one exchange."""
-        self.name = name
-        self.rank = rank
-        self.size = size
-        self.reducible = reducible
+    def __init__(self, name: str, group: Callable[[str, int, int], Any], rank: int, size: int) -> None:
+        """`group` makes one of PyTorch's, by its name, this rank in it, and its size."""
+        self.name, self.algorithm = name, ""
+        self.rank, self.size = rank, size
         self.highest_tag = 2**31 - 1
-        self.patient = False
-        self.collectives: Any = group("collectives")
-        self._messages: Any = group("messages")
-        self._together = together
+        self._is_nccl = name == "nccl"
+        self.reducible = _NCCL_REDUCES if self._is_nccl else _GLOO_REDUCES
+        self._group = group
+        self._collectives: Any = group("collectives", rank, size)
+        self._messages: Any = None
+
+    def open_messages(self) -> None:
+        """Called by all ranks before the first message: Gloo's groups come to be only when all are there."""
+        if self._messages is None:
+            self._messages = self._group("messages", self.rank, self.size)
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
         options = AllreduceOptions()
         options.reduceOp = _OPERATIONS[operation]
-        self.collectives.allreduce([tensor], options).wait()
+        self._collectives.allreduce([tensor], options).wait()
 
     def reduce(self, tensor: Tensor, operation: str, root: int) -> None:
         options = ReduceOptions()
         options.reduceOp, options.rootRank = _OPERATIONS[operation], root
         target = tensor if self.rank == root else tensor.clone()  # Gloo leaves partial sums in the other ranks' tensors
-        self.collectives.reduce([target], options).wait()
+        self._collectives.reduce([target], options).wait()
 
     def reduce_scatter(self, output: Tensor, input: Tensor, operation: str) -> None:
+        if self._is_nccl:
+            options = ReduceScatterOptions()
+            options.reduceOp = _OPERATIONS[operation]
+            self._collectives._reduce_scatter_base(output.view(-1), input.view(-1), options).wait()
+            return
         pieces = list(torch.tensor_split(input.view(-1), self.size))
         algorithms.reduce_scatter(self, output.view(-1), pieces, operation)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         options = BroadcastOptions()
         options.rootRank = root
-        self.collectives.broadcast([_as_bytes(tensor)], options).wait()
+        self._collectives.broadcast([_as_bytes(tensor)], options).wait()
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
+        if self._is_nccl:
+            self._collectives._allgather_base(_as_bytes(output), _as_bytes(input)).wait()
+            return
         self.all_gather_uneven(output, input, [input.numel()] * self.size)
 
     def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
         pieces = output.view(-1).split(list(counts))
         self.exchange([(rank, input) for rank in range(self.size)], list(enumerate(pieces)))
 
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        exchange_rows(self, output, input)
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        self.start_exchange(sends, receives)()
+
+    def start_exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], object]:
         copy_to_self(self.rank, sends, receives)
-        group = self.collectives
-        with self._together():
+        group = self._collectives
+        with _grouped(group) if self._is_nccl else contextlib.nullcontext():
             works = [group.recv([_as_bytes(x)], rank, _EXCHANGE_TAG) for rank, x in self._for_others(receives)]
             works += [group.send([_as_bytes(x)], rank, _EXCHANGE_TAG) for rank, x in self._for_others(sends)]
-        for work in works:
-            work.wait()
+        return partial(_wait_for, works)
+
+    def part(self, ranks: Sequence[int]) -> NativeTransport:
+        def group(name: str, rank: int, size: int) -> Any:
+            return self._group(f"ranks {' '.join(map(str, ranks))}/{name}", rank, size)
+
+        return NativeTransport(self.name, group, list(ranks).index(self.rank), len(ranks))
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         options = BarrierOptions()
         if timeout is not None:
             options.timeout = timeout
-        self.collectives.barrier(options).wait()
+        self._collectives.barrier(options).wait()
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> NativeRequest:
         return NativeRequest(self._messages.send([_as_bytes(tensor)], rank, tag))
@@ -147,7 +163,7 @@ class NativeTransport:
 
     def close(self) -> None:
         """Drop the groups, which ends their threads: those of Gloo abort the process if they outlive Python."""
-        self.collectives = self._messages = None
+        self._collectives = self._messages = None
 
     def _for_others(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         return [(rank, tensor) for rank, tensor in parcels if rank != self.rank and tensor.numel()]
@@ -197,6 +213,11 @@ class NativeRequest:
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _wait_for(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

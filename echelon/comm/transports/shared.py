@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm import algorithms
-from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, gpu_memory, parts, show
+from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, exchange_rows, gpu_memory, parts, show
 from echelon.comm.transports.gpu_memory import HALF
 
 _STAGED = 2**18  # bytes below which the turn's barrier costs more than the way over the host (benchmarks/h200/comm.py)
@@ -27,7 +27,7 @@ class SharedTransport:
         self.name = f"{host.name}, shared GPU"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
         self.highest_tag = host.highest_tag
-        self.patient = False
+        self.algorithm = ""
         self._host = host
         self._by_host = by_host
         self._mailboxes = mailboxes
@@ -72,6 +72,9 @@ class SharedTransport:
             boxes = self._turn([input.view(-1)[part]])
             for box, piece in zip(boxes, pieces, strict=True):
                 _copy(piece[part], box)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        exchange_rows(self, output, input)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """A mailbox has a place for each reader; everyone takes as many turns as the longest parcel of all needs."""

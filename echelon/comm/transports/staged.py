@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, of_our_own, parts
+from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, exchange_rows, of_our_own, parts
 from echelon.comm.transports.gpu_memory import Outbox
 from echelon.comm.transports.messages import CHUNK, DeviceMessages
 
@@ -52,7 +52,7 @@ class StagedTransport:
         self.name = f"{host.name}, staged"
         self.rank, self.size, self.reducible = host.rank, host.size, host.reducible
         self.highest_tag = host.highest_tag
-        self.patient = False
+        self.algorithm = host.algorithm
         self._host = host
         self._pin = device.type != "cpu"
         self._device = torch.get_device_module(device)
@@ -106,6 +106,9 @@ class StagedTransport:
     def all_gather_uneven(self, output: Tensor, input: Tensor, counts: Sequence[int]) -> None:
         pieces = output.view(-1).split(list(counts))
         self.exchange([(rank, input) for rank in range(self.size)], list(enumerate(pieces)))
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        exchange_rows(self, output, input)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """In as many rounds as the longest parcel needs; both ends of a parcel know its length."""

@@ -1,0 +1,47 @@
+"""`echelon.comm.route`: the roads of a group's operations, chosen in a script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from echelon.comm.routes import Road, chosen_roads
+
+
+class Chosen:
+    """A choice in force. As a context, it ends with the block, and what held before holds again."""
+
+    def __init__(self, group: Any, before: Mapping[str, Road]) -> None:
+        self._group, self._before = group, before
+
+    def __enter__(self) -> Chosen:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._group.choose_roads(self._before)
+        else:  # others may not have come as far: no rank is waited for
+            self._group.restore_roads(self._before)
+
+
+def route(group: Any = None, road: str = "", /, **operations: str) -> Chosen:
+    """Choose the roads of a group's operations: `route(group, all_reduce="gloo", all_gather="mpi+ring")`.
+
+    `route(group, "gloo")` is for all operations; single ones may be named beside it; without any, the table holds
+    again. The choice belongs to the group (by default the world's) and holds for calls from any thread, until the
+    next one, or to the end of the block in `with route(…):`. All ranks of the group call it, at the same place among
+    their operations of that group; that they chose the same is checked.
+    """
+    import torch.distributed as dist
+
+    actual: Any = dist.group.WORLD if group is None else group
+    if not hasattr(actual, "choose_roads"):
+        raise TypeError(
+            f"only groups of the backend 'echelon' have roads to choose, and this is {type(actual).__name__}"
+        )
+    roads = chosen_roads(road, operations)
+    before = actual.choose_roads({**actual.chosen_roads, **roads} if roads else {})
+    return Chosen(actual, before)

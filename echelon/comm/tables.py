@@ -1,0 +1,121 @@
+"""Tables of routes on disk, and which of them is in force: what `ECHELON_ROUTE` says.
+
+A name is a road for everything, a path a table's file, `auto` the newest table that `echelon tune` has measured on this
+machine, with this MPI, for groups such as the world is. A table from elsewhere is used, with a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+
+from echelon.comm.routes import TRANSPORTS, NoRoute, Place, Road, Table
+from echelon.launch.identity import identity
+from echelon.launch.start import LINK_VARIABLE
+
+VARIABLE = "ECHELON_ROUTE"
+AUTO = "auto"
+_KEY = "echelon/routes"  # in the store of the world's group
+
+
+def asked() -> Table | None:
+    """The table that the environment asks for; none for `auto`, which is found when the world has met."""
+    text = os.environ.get(VARIABLE, "")
+    if text == AUTO:
+        return None
+    if not text:
+        return Table()
+    if text.partition("+")[0] in TRANSPORTS:
+        return Table(everywhere=Road.parse(text))
+    if not Path(text).exists():
+        raise NoRoute(f"{VARIABLE}={text} is no road ({', '.join(TRANSPORTS)}, …), no table's file and not {AUTO}")
+    table = read(Path(text))
+    if (measured := table.about.get("machine")) and (here := fingerprint()) != measured and identity().rank == 0:
+        names = [name for name in here if measured.get(name) != here[name]]
+        differs = ", ".join(f"{name} {measured.get(name)!r}, here {here[name]!r}" for name in names)
+        _warn(f"the routes of {text} were measured elsewhere ({differs}): `echelon tune` measures them here")
+    return table
+
+
+def agreed(store: Store, place: Place) -> Table:
+    """For `auto`: what the world's first rank finds. It tells all others, whose disks may differ."""
+    if identity().rank == 0:
+        table = newest(place)
+        store.set(_KEY, table.to_text())
+        return table
+    return Table.from_text(store.get(_KEY).decode())
+
+
+def newest(place: Place) -> Table:
+    """The newest table of this machine for a world such as this one, or the default."""
+    found = [(table.about.get("date", ""), path, table) for path, table in _kept() if _fits(table, place)]
+    if not found:
+        _warn(
+            f"{VARIABLE}={AUTO}: no table of this machine is for {place.ranks} ranks on {place.nodes} "
+            f"node{'s'[: place.nodes > 1]}; `echelon tune -n {place.ranks}` makes one. Routes are the default ones"
+        )
+        return Table()
+    return max(found, key=lambda entry: entry[:2])[2]
+
+
+def read(path: Path) -> Table:
+    try:
+        return Table.from_text(path.read_text())
+    except (NoRoute, OSError, UnicodeDecodeError) as error:
+        raise NoRoute(f"{path} cannot be read as a table of routes: {error}") from None
+
+
+def folder() -> Path:
+    """Where `echelon tune` keeps what it has measured, for `auto`."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "echelon" / "routes"
+
+
+def fingerprint() -> dict[str, Any]:
+    """What the times of a table depend on, beside the ranks: the processor, the MPI, the links between nodes."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "mpi": _mpi(),
+        "links": os.environ.get(LINK_VARIABLE, ""),
+    }
+
+
+def _fits(table: Table, place: Place) -> bool:
+    shapes = {(rule.ranks, rule.nodes) for rule in table.rules}
+    return table.about.get("machine") == fingerprint() and (place.ranks, place.nodes) in shapes
+
+
+def _kept() -> Iterator[tuple[str, Table]]:
+    for path in sorted(folder().glob("*.json")) if folder().is_dir() else ():
+        try:
+            yield path.name, read(path)
+        except NoRoute as error:
+            _warn(str(error))
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _mpi() -> str:
+    if not identity().in_mpi_world:
+        return ""
+    from mpi4py import MPI
+
+    from echelon.comm.world import library_name
+
+    return library_name(MPI)
+
+
+def _warn(text: str) -> None:
+    print(f"echelon: {text}", file=sys.stderr, flush=True)
