@@ -30,9 +30,9 @@ def meet(transport: Transport, ranks: Sequence[int], table: str) -> tuple[Place,
     for rank, (theirs, _, _) in zip(ranks, told, strict=True):
         holders[theirs].append(rank)
     if len(holders) > 1:
-        differing = "; ".join(f"{ranks_text(members)} have table {digest}" for digest, members in holders.items())
+        differing = "; ".join(f"{ranks_text(members)}: {digest}" for digest, members in holders.items())
         raise DistBackendError(
-            f"the ranks of a group must hold the same table of routes (ECHELON_ROUTE), but {differing}: "
+            f"the ranks of a group must hold the same table of routes (ECHELON_ROUTE), but they hold: {differing}; "
             "give all of them the same file"
         )
     names = list(dict.fromkeys(node for _, node, _ in told))

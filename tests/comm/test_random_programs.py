@@ -2,7 +2,8 @@
 
 A program is plain data: the same steps for all ranks, but each rank chooses for itself which calls are asynchronous,
 when it waits, and in which order. Such a program is legal PyTorch: every rank issues the operations of a group in one
-order. Whatever the choices, it must end.
+order. Whatever the choices, it must end: over MPI alone, and over tables that send every operation and size another way,
+with roads that are chosen anew in the middle.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import echelon
+from echelon.comm.routes import OPERATIONS
 from tests.comm.data import assert_same, values
+from tests.comm.tables import ROADS, in_force, random_table
 
 KINDS = (
     "all_reduce",
@@ -26,6 +30,7 @@ KINDS = (
     "all_gather",
     "reduce_scatter",
     "all_to_all",
+    "all_to_all_single",
     "gather",
     "scatter",
     "reduce",
@@ -36,6 +41,7 @@ GROUPS = {
     3: ([0, 1, 2], [0, 1], [1, 2], [0, 2]),
     4: ([0, 1, 2, 3], [0, 1], [1, 2], [2, 3], [0, 3], [0, 2, 3], [1, 2, 3]),
 }
+TABLES, PROGRAMS = 10, 25  # of each table
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,10 @@ class Step:
 
 
 @st.composite
-def programs(draw: st.DrawFn, ranks: int) -> list[Step]:
+def programs(draw: st.DrawFn, ranks: int, kinds: tuple[str, ...] = KINDS) -> list[Step]:
     step = st.builds(
         Step,
-        kind=st.sampled_from(KINDS),
+        kind=st.sampled_from(kinds),
         group=st.integers(0, len(GROUPS[ranks]) - 1),
         count=st.sampled_from([1, 7, 1000, 70_000]),
         dtype=st.sampled_from(["float32", "int64", "bfloat16"]),
@@ -109,6 +115,13 @@ def start(number: int, step: Step, members: list[int], group: dist.ProcessGroup,
         out = [empty() for _ in members]
         inputs = [of(me, piece) for piece in range(size)]
         return Started(dist.all_to_all(out, inputs, **common), out, [of(member, me) for member in range(size)])
+    if step.kind == "all_to_all_single":
+        out = torch.zeros(size * count, dtype=dtype)
+        inputs = torch.cat([of(me, piece) for piece in range(size)])
+        expected = torch.cat([of(member, me) for member in range(size)])
+        return Started(dist.all_to_all_single(out, inputs, **common), [out], [expected])
+    if step.kind == "route":
+        return _route(step, group)
     if step.kind == "gather":
         out = [empty() for _ in members] if me == root else None
         return Started(
@@ -138,11 +151,34 @@ def _message(
     return Started(None, [], [])
 
 
+def _route(step: Step, group: dist.ProcessGroup) -> Started:
+    """Another road for one operation, or, with one in three, those of the table again."""
+    choice = random.Random(f"{step.root} {step.count} {step.dtype}")
+    operation = choice.choice(OPERATIONS)
+    road = choice.choice([road for road in ROADS if road.serves(operation)])
+    echelon.comm.route(group, **({operation: str(road)} if step.root else {}))
+    return Started(None, [], [])
+
+
 def run(program: list[Step], seed: int) -> None:
+    go([dist.new_group(members) for members in GROUPS[dist.get_world_size()]], program, seed)
+
+
+def run_routed(drawn: list[tuple[list[Step], int]], seed: int) -> int:
+    """Several programs on the same groups; returns how many roads these have opened."""
+    layout = GROUPS[dist.get_world_size()]
+    with in_force(random_table(seed, (2, 3, 4))):
+        groups = [dist.new_group(members) for members in layout]
+    for program, number in drawn:
+        go(groups, program, number)
+    mine = [group for group, members in zip(groups, layout, strict=True) if dist.get_rank() in members]
+    return sum(len(group._roads._open) for group in mine)
+
+
+def go(groups: list[dist.ProcessGroup], program: list[Step], seed: int) -> None:
     rank = dist.get_rank()
     choice = random.Random(1000 * seed + rank)
     layout = GROUPS[dist.get_world_size()]
-    groups = [dist.new_group(members) for members in layout]
     under_way: list[Started] = []
     for number, step in enumerate(program):
         if rank in layout[step.group]:
@@ -170,3 +206,19 @@ def test_random_programs(ranks, size, examples):
         ranks(size, run, program, seed, timeout=30)
 
     check()
+
+
+@pytest.mark.parametrize("number", range(TABLES))
+def test_random_programs_over_random_tables(ranks, number):
+    """Every operation and size another way: 250 programs, sync and async, on overlapping groups."""
+    drawn: list[tuple[list[Step], int]] = []
+
+    @settings(max_examples=PROGRAMS, deadline=None, database=None, phases=[Phase.generate])
+    @seed(number)
+    @given(program=programs(4, (*KINDS, "route")), choices=st.integers(0, 2**16))
+    def draw(program: list[Step], choices: int) -> None:
+        drawn.append((program, choices))
+
+    draw()
+    assert len(drawn) == PROGRAMS
+    assert min(ranks(4, run_routed, drawn, number, timeout=120)) > len(GROUPS[4])  # many roads

@@ -45,7 +45,7 @@ def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> NativeTransp
     """Gloo, for CPU tensors."""
 
     def group(name: str, rank: int, size: int) -> Any:
-        return torch.distributed.ProcessGroupGloo(PrefixStore(f"{name}/", store), rank, size, timeout)
+        return torch.distributed.ProcessGroupGloo(_apart(name, store), rank, size, timeout)
 
     return NativeTransport("gloo", group, rank, size)
 
@@ -57,9 +57,16 @@ def nccl(store: Store, rank: int, size: int, timeout: timedelta) -> NativeTransp
     def group(name: str, rank: int, size: int) -> Any:
         options = native.Options()
         options._timeout = timeout
-        return native(PrefixStore(f"nccl-{name}/", store), rank, size, options)
+        return native(_apart(f"nccl-{name}", store), rank, size, options)
 
     return NativeTransport("nccl", group, rank, size)
+
+
+def _apart(name: str, store: Store) -> Store:
+    """The store, over a connection of its own: whoever waits in one keeps all others from it, and groups are opened by
+    several threads, on no two ranks in the same order.
+    """
+    return PrefixStore(f"{name}/", store.clone())
 
 
 @contextlib.contextmanager

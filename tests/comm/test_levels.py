@@ -1,0 +1,114 @@
+"""The algorithms over a transport equal one process: on groups whose ranks are told that they are on several nodes, as
+many on each or not, in order or not. What passes between "nodes" goes over MPI or Gloo as it would between real ones.
+
+Windows are made small, so that little data takes many chunks.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon
+from echelon.comm import levels, window
+from tests.comm.data import assert_same, dtype_of, op_of, operations_of, reduced, values
+
+RANKS = 5
+NODES = {
+    "one node": [0, 0, 0, 0, 0],
+    "a node each": [0, 1, 2, 3, 4],
+    "three and two": [0, 0, 0, 1, 1],
+    "mixed up": [0, 1, 0, 2, 1],
+    "one and four": [0, 1, 1, 1, 1],
+}
+DTYPES = ("float32", "int64", "bfloat16", "bool", "complex64", "float8_e5m2", "uint16")
+COUNTS = (0, 1, 4, 33, 1200)
+
+
+def check(road: str, nodes: list[int], dtypes: tuple[str, ...]) -> None:
+    group = dist.new_group()
+    group._roads.nodes = tuple(nodes)
+    small = 2**10 + 64 * RANKS
+    with (
+        mock.patch.object(levels, "_AREA", small),
+        mock.patch.object(levels, "_AREA_BETWEEN", small),
+        mock.patch.object(window, "_SMALLEST_AREA", small),
+        echelon.comm.route(group, road),
+    ):
+        for dtype in dtypes:
+            for count in COUNTS:
+                everything(group, dtype, count)
+
+
+def everything(group: dist.ProcessGroup, name: str, count: int) -> None:
+    me, dtype = dist.get_rank(), dtype_of(name)
+    inputs = [values(rank, count, dtype) for rank in range(RANKS)]
+    blocks = [values(rank, RANKS * count, dtype, seed=1) for rank in range(RANKS)]
+    for op in operations_of(name):
+        dist.all_reduce(x := inputs[me].clone(), op_of(op), group)
+        assert_same(x, reduced(inputs, op))
+        dist.reduce_scatter_tensor(x := torch.empty(count, dtype=dtype), blocks[me].clone(), op_of(op), group)
+        assert_same(x, reduced([block.view(RANKS, count)[me] for block in blocks], op))
+    dist.all_gather_into_tensor(x := torch.empty(RANKS * count, dtype=dtype), inputs[me], group)
+    assert_same(x, torch.cat(inputs))
+    for rank in set(range(RANKS)) - {me}:
+        x.view(RANKS, count)[rank].zero_()
+    dist.all_gather_into_tensor(x, x.view(RANKS, count)[me], group)  # in place, as FSDP2 does
+    assert_same(x, torch.cat(inputs))
+    dist.all_to_all_single(x := torch.empty(RANKS * count, dtype=dtype), blocks[me], group=group)
+    assert_same(x, torch.cat([block.view(RANKS, count)[me] for block in blocks]))
+
+
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("road", ["mpi+two-level", "gloo+two-level"])
+def test_two_levels(ranks, road, nodes):
+    ranks(RANKS, check, road, NODES[nodes], DTYPES if road.startswith("mpi") else DTYPES[:3], timeout=120)
+
+
+@pytest.mark.parametrize("road", ["mpi+shared", "mpi+ring", "mpi+exchange", "gloo", "gloo+ring"])
+def test_other_roads(ranks, road):
+    ranks(RANKS, check, road, NODES["one node"], DTYPES, timeout=120)
+
+
+def autograd_sees_nothing() -> None:
+    """Tensors that want gradients, and those of inference mode, are communicated as memory."""
+    with echelon.comm.route(None, "mpi+shared"):
+        x = torch.ones(9, requires_grad=True)
+        dist.all_reduce(x)
+        assert x.is_leaf and x.grad_fn is None and x.tolist() == [2.0] * 9
+        with torch.inference_mode():
+            y = torch.ones(9)
+        dist.all_reduce(y)
+        assert y.tolist() == [2.0] * 9
+
+
+def test_autograd_has_no_part_in_it(ranks):
+    ranks(2, autograd_sees_nothing)
+
+
+def full(problem: OSError) -> str:
+    group = dist.new_group()
+    with mock.patch.object(window.os, "posix_fallocate", side_effect=problem):
+        try:
+            with echelon.comm.route(group, all_reduce="mpi+shared"):
+                dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_no_room_for_a_window_is_said_on_all_ranks(ranks):
+    for text in ranks(2, full, OSError(28, "No space left on device")):
+        assert "no room for" in text and "No space left on device" in text and "choose another road" in text
+
+
+def windows_left() -> list[str]:
+    return [name for name in window.os.listdir(window._folder()) if name.startswith("echelon-window-")]
+
+
+def test_nothing_is_left_in_shared_memory(ranks):
+    ranks(RANKS, check, "mpi+shared", NODES["one node"], ("float32",))
+    assert windows_left() == []
