@@ -15,6 +15,8 @@ from typer.core import TyperGroup
 from echelon.bench.command import bench
 from echelon.bench.serve_command import serve as bench_serve
 from echelon.bench.train_command import train as bench_train
+from echelon.comm.routes import NoRoute
+from echelon.comm.tables import asked
 from echelon.doctor import examine
 from echelon.launch.cluster import ClusterSpec, NoCluster
 from echelon.launch.find import NoMPI, find
@@ -27,6 +29,7 @@ from echelon.trace.command import trace
 from echelon.train.command import train
 from echelon.train.data.command import data_app
 from echelon.train.runs import runs_app
+from echelon.tune.command import tune
 
 
 class _Commands(TyperGroup):
@@ -75,6 +78,7 @@ def run(
         mpi = find(passed_over=lambda other: say(f"passing over {other.mpiexec}: {other.reason}"))
     except NoMPI as error:
         fail(str(error))
+    _check_routes()
     command = [sys.executable, script, *(arguments or [])]
     names = tuple(host for host in hosts.split(",") if host)
     try:
@@ -89,6 +93,14 @@ def run(
         fail(str(error))
 
 
+def _check_routes() -> None:
+    """What is wrong with ECHELON_ROUTE is said once, before any rank starts."""
+    try:
+        asked()
+    except NoRoute as error:
+        fail(str(error), 2)
+
+
 app.command()(train)
 app.command()(serve)
 app.command()(generate)
@@ -100,6 +112,7 @@ app.add_typer(plan_app, name="plan")
 app.command()(bench)
 app.command("bench train")(bench_train)
 app.command("bench serve", context_settings={"allow_extra_args": True})(bench_serve)  # --goodput has several words
+app.command()(tune)
 app.command()(trace)
 
 

@@ -49,7 +49,7 @@ from echelon.comm.recorder import Tap, dimension_of, recorder
 from echelon.comm.records import Record, now
 from echelon.comm.reduction import LOW_PRECISION, plain_operations, resolve
 from echelon.comm.roads import Roads
-from echelon.comm.routes import Road, Router, obstacle
+from echelon.comm.routes import Place, Road, Router, obstacle
 from echelon.comm.streams import Ordering
 from echelon.comm.torch_compat import announce, watched_by_modes
 from echelon.comm.transports import Transport, copy_memory, show
@@ -97,6 +97,16 @@ class EchelonGroup(ProcessGroup):
     def transport(self) -> str:
         """The name of what every group has: `mpi` or, without an MPI world, `gloo`."""
         return self._roads.base.name
+
+    @property
+    def place(self) -> Place:
+        """How many ranks and nodes it has, and what they can reach each other by."""
+        return self._router.place
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each of its ranks, numbered from 0."""
+        return self._roads.nodes
 
     def road(self, operation: str, size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Road:
         """The road that an operation (by its name in a table) of so many bytes takes now."""

@@ -23,7 +23,7 @@ from echelon.comm.meeting import meet
 from echelon.comm.recorder import record_if_asked
 from echelon.comm.roads import Roads
 from echelon.comm.routes import Router, Table
-from echelon.comm.tables import AUTO, agreed, asked
+from echelon.comm.tables import AUTO, agreed, asked, warn_of_elsewhere
 from echelon.comm.transports import HostTransport, Transport
 from echelon.comm.transports.native import gloo, nccl
 from echelon.comm.watchdog import Watchdog
@@ -38,6 +38,8 @@ def create_group(options: Any) -> EchelonGroup:
     """Make the group that `options` (PyTorch's `_DistributedBackendOptions`) describe; called by its members alone."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     table = asked() if not _auto else _auto[0]
+    if table is not None:
+        warn_of_elsewhere(table)
     arguments = (options.store, options.group_rank, options.group_size, options.timeout)
     others: dict[str, Callable[[], Transport]] = {"nccl": partial(nccl, *arguments)}
     explained = {}
@@ -51,7 +53,7 @@ def create_group(options: Any) -> EchelonGroup:
         base = gloo(*arguments)
     place, nodes = meet(base, ranks, AUTO if table is None else table.digest)
     if table is None:
-        table = agreed(options.store, place)
+        table = agreed(options.store, options.group_rank, place)
         _auto.append(table)
     roads, router = Roads(base, others, nodes), Router(table, place)
     for transport in {router.on_cpu.road("message", 0).transport, base.name}:

@@ -1,7 +1,8 @@
 """Tables of routes on disk, and which of them is in force: what `ECHELON_ROUTE` says.
 
 A name is a road for everything, a path a table's file, `auto` the newest table that `echelon tune` has measured on this
-machine, with this MPI, for groups such as the world is. A table from elsewhere is used, with a warning.
+machine, with this MPI, for groups such as the world is. A table from elsewhere is used, with a warning. Needs no
+PyTorch, so that whoever starts ranks can look first.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-from torch.distributed import Store
+from typing import TYPE_CHECKING, Any
 
 from echelon.comm.routes import TRANSPORTS, NoRoute, Place, Road, Table
 from echelon.launch.identity import identity
 from echelon.launch.start import LINK_VARIABLE
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 VARIABLE = "ECHELON_ROUTE"
 AUTO = "auto"
-_KEY = "echelon/routes"  # in the store of the world's group
+_KEY = "echelon/routes"  # in the group's store
 
 
 def asked() -> Table | None:
@@ -35,17 +38,23 @@ def asked() -> Table | None:
         return Table(everywhere=Road.parse(text))
     if not Path(text).exists():
         raise NoRoute(f"{VARIABLE}={text} is no road ({', '.join(TRANSPORTS)}, …), no table's file and not {AUTO}")
-    table = read(Path(text))
-    if (measured := table.about.get("machine")) and (here := fingerprint()) != measured and identity().rank == 0:
-        names = [name for name in here if measured.get(name) != here[name]]
+    return read(Path(text))
+
+
+@cache
+def warn_of_elsewhere(table: Table) -> None:
+    """Once, if it was measured on another machine, or over another MPI."""
+    here = fingerprint()
+    measured = table.about.get("machine", here)
+    names = [name for name in here if measured.get(name) != here[name]]
+    if names and identity().rank == 0:
         differs = ", ".join(f"{name} {measured.get(name)!r}, here {here[name]!r}" for name in names)
-        _warn(f"the routes of {text} were measured elsewhere ({differs}): `echelon tune` measures them here")
-    return table
+        _warn(f"the table of routes was measured elsewhere ({differs}): `echelon tune` measures one here")
 
 
-def agreed(store: Store, place: Place) -> Table:
-    """For `auto`: what the world's first rank finds. It tells all others, whose disks may differ."""
-    if identity().rank == 0:
+def agreed(store: Store, rank: int, place: Place) -> Table:
+    """For `auto`: what the group's first rank finds. It tells all others, whose disks may differ."""
+    if rank == 0:
         table = newest(place)
         store.set(_KEY, table.to_text())
         return table

@@ -2,8 +2,8 @@
 
 A program is plain data: the same steps for all ranks, but each rank chooses for itself which calls are asynchronous,
 when it waits, and in which order. Such a program is legal PyTorch: every rank issues the operations of a group in one
-order. Whatever the choices, it must end: over MPI alone, and over tables that send every operation and size another way,
-with roads that are chosen anew in the middle.
+order. Whatever the choices, it must end: over MPI alone, and over tables that send every operation and size another
+way, with roads that are chosen anew in the middle.
 """
 
 from __future__ import annotations

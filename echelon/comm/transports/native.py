@@ -66,7 +66,8 @@ def _apart(name: str, store: Store) -> Store:
     """The store, over a connection of its own: whoever waits in one keeps all others from it, and groups are opened by
     several threads, on no two ranks in the same order.
     """
-    return PrefixStore(f"{name}/", store.clone())
+    apart: Any = store
+    return PrefixStore(f"{name}/", apart.clone())
 
 
 @contextlib.contextmanager
