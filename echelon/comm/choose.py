@@ -37,11 +37,13 @@ def route(group: Any = None, road: str = "", /, **operations: str) -> Chosen:
     """
     import torch.distributed as dist
 
-    actual: Any = dist.group.WORLD if group is None else group
-    if not hasattr(actual, "choose_roads"):
-        raise TypeError(
-            f"only groups of the backend 'echelon' have roads to choose, and this is {type(actual).__name__}"
-        )
     roads = chosen_roads(road, operations)
-    before = actual.choose_roads({**actual.chosen_roads, **roads} if roads else {})
-    return Chosen(actual, before)
+    actual = dist.group.WORLD if group is None else group
+    return choose(actual, {**getattr(actual, "chosen_roads", {}), **roads} if roads else {})
+
+
+def choose(group: Any, roads: Mapping[str, Road]) -> Chosen:
+    """These roads for these operations, and those of the table for all others."""
+    if not hasattr(group, "choose_roads"):
+        raise TypeError(f"only groups of the backend 'echelon' have roads, and this is a {type(group).__name__}")
+    return Chosen(group, group.choose_roads(roads))

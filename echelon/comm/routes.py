@@ -273,6 +273,20 @@ class Router:
         return self._on[device]
 
 
+def read_choice(text: str) -> dict[str, Road]:
+    """A choice in one line: a road for all operations, others for single ones, or both: `mpi, all_reduce=gloo`."""
+    name, operations = "", {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        operation, is_one, road = part.partition("=")
+        if is_one:
+            operations[operation.strip()] = road.strip()
+        elif name:
+            raise NoRoute(f"{text!r} names two roads for everything, {name} and {part}: choose one")
+        else:
+            name = part
+    return chosen_roads(name, operations)
+
+
 def chosen_roads(name: str, operations: Mapping[str, str]) -> dict[str, Road]:
     """What a user asks for: a road for all operations that it has, and others for single ones."""
     roads = {}

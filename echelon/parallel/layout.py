@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.comm.choose import choose
+from echelon.comm.routes import Road, read_choice
 from echelon.comm.torch_compat import choose_gpu, fold, join, mesh_of, stay_out_of, world_mesh
 from echelon.parallel.drawing import drawing
 
@@ -167,9 +169,14 @@ class Layout:
         ends = itertools.accumulate(math.prod(shape) for shape in shapes)
         return [numbers[end - math.prod(shape) : end].reshape(shape) for shape, end in zip(shapes, ends, strict=True)]
 
-    def build(self, device_type: str = "cpu") -> Grid:
-        """The meshes; called by all ranks, after `init_process_group`."""
+    def build(self, device_type: str = "cpu", routes: Mapping[str, str] | None = None) -> Grid:
+        """The meshes; called by all ranks, after `init_process_group`.
+
+        `routes` choose roads by view: `{"tp": "mpi+shared", "data": "all_reduce=gloo"}`.
+        """
         import torch.distributed as dist
+
+        chosen = {view: _choice(view, text) for view, text in (routes or {}).items()}
 
         layout = self.resolve(dist.get_world_size())
         if device_type == "cuda":
@@ -178,7 +185,10 @@ class Layout:
         dist.all_gather_object(hosts, socket.gethostname())
         if dist.get_rank() == 0 and (advice := across_nodes(layout, hosts)):
             warnings.warn(advice, stacklevel=2)
-        return Grid(layout, dist.get_rank(), _meshes(layout, dist.get_rank(), device_type))
+        meshes = _meshes(layout, dist.get_rank(), device_type)
+        for view, roads in chosen.items():
+            choose(meshes[view].get_group(), roads)
+        return Grid(layout, dist.get_rank(), meshes)
 
     def draw(self, ranks_per_node: int | None = None) -> str:
         """The grid as text; with `ranks_per_node`, lines where a node begins."""
@@ -214,6 +224,12 @@ class Grid:
         if view not in self.meshes:
             raise ValueError(f"there is no view {view!r}: there are {_listed(list(self.meshes), 'and')}")
         return self.meshes[view]
+
+
+def _choice(view: str, text: str) -> dict[str, Road]:
+    if view not in VIEWS:
+        raise ValueError(f"there is no view {view!r} to choose roads for: there are {_listed(VIEWS, 'and')}")
+    return read_choice(text)
 
 
 def across_nodes(layout: Layout, hosts: Sequence[str]) -> str:

@@ -12,10 +12,11 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from echelon.comm.routes import read_choice
 from echelon.models import hub
 from echelon.models.presets import Config as ModelConfig
 from echelon.models.presets import change, image_side, nearest
@@ -90,6 +91,28 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The roads of what communicates in each view of the layout, as `mpi+shared` or `all_reduce=gloo`; empty: those of
+    the table in force.
+    """
+
+    data: str = ""
+    replicate: str = ""
+    shard_cp: str = ""
+    cp: str = ""
+    tp: str = ""
+    pp: str = ""
+
+    def __post_init__(self) -> None:
+        for text in self.chosen.values():
+            read_choice(text)
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        return {view: text for view, text in asdict(self).items() if text}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """Of which steps every operation is recorded in files."""
 
@@ -112,6 +135,7 @@ class Config:
     strategies: Strategies = field(default_factory=Strategies)
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
+    routes: Routes = Routes()
 
     @property
     def architecture(self) -> ModelConfig:

@@ -56,7 +56,7 @@ class Trainer:
         check_files(config)
         self.folder, self._lock = open_folder(config, folder)
         self.device = choose_device(config)
-        self.grid = config.layout.build(self.device.type)
+        self.grid = config.layout.build(self.device.type, config.routes.chosen)
         limit_waiting(self.grid, config.train.timeout)
         self.model: Any = build_model(config, self.grid, self.device)
         self.optimizer = make_optimizer(self.model, config.optimizer)

@@ -1,0 +1,90 @@
+"""Contenders that take turns, for the benchmarks of routes: whatever else the machine does hits all of them alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+Call = Callable[[], object]
+Rounds = dict[str, list[float]]
+_SAMPLE_SECONDS = 2e-3  # what short calls take together before the clock is read again
+
+
+def take_turns(calls: dict[str, Call], rounds: int) -> Rounds:
+    """Milliseconds of a call on the slowest rank, for every contender, round by round. Called by all ranks alike."""
+    import torch
+    import torch.distributed as dist
+
+    def once(call: Call, repeats: int) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - began) / repeats * 1e3
+
+    def slowest(times: list[list[float]]) -> list[list[float]]:
+        table = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(table, dist.ReduceOp.MAX)
+        return table.tolist()
+
+    for call in calls.values():
+        call()
+    [first] = slowest([[once(call, 1) for call in calls.values()]])
+    repeats = max(1, min(50, int(_SAMPLE_SECONDS * 1e3 / min(first))))
+    names = list(calls)
+    times = []
+    for number in range(rounds):  # each round begins with another contender: nobody always comes after the same one
+        turn = names[number % len(names) :] + names[: number % len(names)]
+        took = {name: once(calls[name], repeats) for name in turn}
+        times.append([took[name] for name in names])
+    return {name: list(column) for name, column in zip(names, zip(*slowest(times), strict=True), strict=True)}
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(times, n=4)
+    return {"ms": median, "spread": high - low}
+
+
+def interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float, float]:
+    """The median of paired ratios, and where it lies with 95 %, by drawing from them again."""
+    choice = random.Random(0)
+    medians = sorted(statistics.median(choice.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[int(0.025 * draws)], statistics.median(ratios), medians[int(0.975 * draws)]
+
+
+def on_ranks(script: str, ranks: int, *arguments: str, cluster: str = "", **variables: str) -> Any:
+    """What rank 0 of a job writes: `script --rank FILE ARGUMENTS` on so many ranks, or on an emulated cluster."""
+    sys.path.insert(0, str(ROOT))
+    from echelon.launch.cluster import ClusterSpec, NoCluster
+    from echelon.launch.find import find
+    from echelon.launch.start import Job, run
+
+    os.environ.update(variables | {"PYTHONPATH": str(ROOT)})
+    spec = ClusterSpec.parse(cluster) if cluster else None
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "part.json"
+        command = [sys.executable, script, "--rank", str(part), *arguments]
+        try:
+            code = run(Job(spec.ranks if spec else ranks, command, cluster=spec), find())
+        except NoCluster as error:
+            sys.exit(str(error))
+        if code:
+            sys.exit(code)
+        return json.loads(part.read_text())
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    from echelon.launch.find import find
+
+    return {"mpi": find().version, "torch": torch.__version__, "cores": os.cpu_count()}
