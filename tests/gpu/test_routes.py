@@ -36,7 +36,7 @@ def everything(group: dist.ProcessGroup, name: str, count: int, asynchronous: bo
     assert_same(x.cpu(), torch.cat(inputs))
     done(dist.all_to_all_single(x, blocks[me].cuda(), **common))
     assert_same(x.cpu(), torch.cat([block.view(size, count)[me] for block in blocks]))
-    done(dist.broadcast(x := inputs[me].cuda(), 0, **common))
+    done(dist.broadcast(x := inputs[me].cuda(), group_src=0, **common))
     assert_same(x.cpu(), inputs[0])
 
 
@@ -92,8 +92,8 @@ def alone() -> None:
         if work is not None:
             work.wait()
     assert x.unique().tolist() == [51.0]
+    echelon.comm.route(group, all_reduce="nccl")
     with pytest.raises(ValueError, match="NCCL moves CUDA tensors, and this one is on the CPU"):
-        echelon.comm.route(group, all_reduce="nccl")
         dist.all_reduce(y, group=group)
 
 

@@ -171,6 +171,9 @@ class NativeTransport:
 
     def close(self) -> None:
         """Drop the groups, which ends their threads: those of Gloo abort the process if they outlive Python."""
+        for group in (self._collectives, self._messages) if self._is_nccl else ():
+            if group is not None:
+                group.shutdown()
         self._collectives = self._messages = None
 
     def _for_others(self, parcels: Sequence[Parcel]) -> list[Parcel]:
