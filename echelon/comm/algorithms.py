@@ -28,6 +28,7 @@ _COMBINE: dict[str, tuple[Any, Any]] = {
     "bor": (torch.bitwise_or, np.bitwise_or),
     "bxor": (torch.bitwise_xor, np.bitwise_xor),
 }
+WITH_NUMPY = {name: with_numpy for name, (_, with_numpy) in _COMBINE.items()}
 _ONLY_NUMPY = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch has these dtypes, but hardly any arithmetic for them
 _BLOCK = 2**16  # elements reduced at a time, so that the fp32 sums stay in the cache
 _DEVICE_BLOCK = 2**24  # on a device, where starting a kernel costs more
@@ -49,6 +50,9 @@ def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int =
         _combine(operation, pieces[0], pieces[1], out)
         return
     block = min(_BLOCK if out.is_cpu else _DEVICE_BLOCK, out.numel())
+    if out.dtype == wide and divisor == 1 and len(pieces) > 2:
+        _accumulate_in_place(pieces, operation, out, block)
+        return
     total, widened = (torch.empty(block, dtype=wide, device=out.device) for _ in range(2))
     for start in range(0, out.numel(), max(block, 1)):
         target = out[start : start + block]
@@ -60,6 +64,20 @@ def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int =
         if divisor != 1:
             total /= divisor
         target.copy_(total)
+
+
+def _accumulate_in_place(pieces: list[Tensor], operation: str, out: Tensor, block: int) -> None:
+    """Where nothing is widened: straight into `out`, unless that is a piece whose turn comes later."""
+    aside = torch.empty_like(out[:block]) if any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:]) else None
+    for start in range(0, out.numel(), max(block, 1)):
+        target = out[start : start + block]
+        total = target if aside is None else aside[: len(target)]
+        parts = [piece[start : start + block] for piece in pieces]
+        _combine(operation, parts[0], parts[1], total)
+        for part in parts[2:]:
+            _combine(operation, total, part, total)
+        if aside is not None:
+            target.copy_(total)
 
 
 def _combine(operation: str, left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -12,8 +12,8 @@ import os
 import tempfile
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from echelon.comm.transports import Transport, show
 
@@ -22,17 +22,13 @@ _SMALLEST_AREA = 2**16
 
 
 class Window:
-    """This rank's view of the memory."""
+    """This rank's view of the memory, in bytes."""
 
-    def __init__(self, memory: Tensor, ranks: int) -> None:
-        self.area = memory.numel() // (2 * (ranks + 1))  # bytes
-        self._halves = memory.view(2, ranks + 1, self.area)
-
-    def of_rank(self, half: int, rank: int) -> Tensor:
-        return self._halves[half][rank]
-
-    def of_all(self, half: int) -> Tensor:
-        return self._halves[half][-1]
+    def __init__(self, memory: NDArray[np.uint8], ranks: int) -> None:
+        self.area = len(memory) // (2 * (ranks + 1))
+        halves = memory.reshape(2, ranks + 1, self.area)
+        self.of_rank = [list(half[:-1]) for half in halves]  # by half and rank
+        self.of_all = [half[-1] for half in halves]  # by half
 
 
 def open_window(ranks: Transport, area: int) -> Window:
@@ -61,7 +57,7 @@ def open_window(ranks: Transport, area: int) -> Window:
         raise RuntimeError(f"{problems[0]}: free some of it, or choose another road than shared and two-level")
     memory = mmap.mmap(handle, size)
     os.close(handle)
-    return Window(torch.frombuffer(memory, dtype=torch.uint8), ranks.size)
+    return Window(np.frombuffer(memory, dtype=np.uint8), ranks.size)
 
 
 def _folder() -> str:

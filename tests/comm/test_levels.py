@@ -31,10 +31,10 @@ COUNTS = (0, 1, 4, 33, 1200)
 def check(road: str, nodes: list[int], dtypes: tuple[str, ...]) -> None:
     group = dist.new_group()
     group._roads.nodes = tuple(nodes)
-    small = 2**10 + 64 * RANKS
+    small = 2**10
     with (
         mock.patch.object(levels, "_AREA", small),
-        mock.patch.object(levels, "_AREA_BETWEEN", small),
+        mock.patch.object(levels, "_SMALLEST", small // 2),
         mock.patch.object(window, "_SMALLEST_AREA", small),
         echelon.comm.route(group, road),
     ):

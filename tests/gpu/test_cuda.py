@@ -34,8 +34,10 @@ STEPS = 4
 def choose(way: str, group: dist.ProcessGroup | None = None) -> None:
     """Send the group's tensors that way."""
     transports.messages.SHARED_FROM = SHARED_FROM if way == "shared" else math.inf
-    devices = (group or dist.group.WORLD)._roads._devices_of("mpi")
+    roads = (group or dist.group.WORLD)._roads
+    devices = roads._devices_of("mpi")
     devices.close()
+    roads._open = {(road, device): way for (road, device), way in roads._open.items() if device is None}
     if way == "staged":
         devices._collectives[DEVICE] = devices.for_messages(DEVICE)
     dist.all_reduce(torch.ones(1, device=DEVICE), group=group)
