@@ -29,6 +29,7 @@ OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to
 SIZES = (256, 2 * KIB, 16 * KIB, 128 * KIB, MIB, 8 * MIB)  # every other one lies between two that were tuned
 ROUNDS = 24
 SINGLE = ("mpi", "gloo")
+Over = Callable[[Any], object]  # something done over a group
 PUBLISHED = {"MoE": "MCR-DL: +31 %", "DLRM": "MCR-DL: +25 %"}
 
 
@@ -76,14 +77,14 @@ def as_rank(part: Path, table: Path) -> None:
     points = {}
     for operation in OPERATIONS:
         for size in SIZES:
-            calls = {name: call(operation, size, group) for name, group in groups.items()}
-            judged = judge(take_turns(calls, ROUNDS))
+            over = operation_of(operation, size)
+            judged = judge(take_turns({name: partial(over, group) for name, group in groups.items()}, ROUNDS))
             points[f"{operation} {size}"] = judged | {"road": str(groups["auto"].road(operation, size))}
     result: dict[str, Any] = {"points": points}
     if dist.group.WORLD.place.nodes > 1:
         result["steps"] = {
-            name: whole(take_turns({who: step(group) for who, group in groups.items()}, ROUNDS))
-            for name, step in (("MoE", moe), ("DLRM", dlrm))
+            name: whole(take_turns({who: partial(step, group) for who, group in groups.items()}, ROUNDS))
+            for name, step in (("MoE", moe()), ("DLRM", dlrm()))
         }
     if dist.get_rank() == 0:
         part.write_text(json.dumps(result))
@@ -109,48 +110,49 @@ def whole(times: Rounds) -> dict[str, Any]:
     return {"faster": faster} | {name: summary(took) for name, took in times.items()}
 
 
-def call(operation: str, size: int, group: Any) -> Callable[[], object]:
-    """With that payload, in bytes, on tensors of its own."""
+def operation_of(operation: str, size: int) -> Over:
+    """With that payload, in bytes, on tensors that all contenders share."""
     import torch
     import torch.distributed as dist
 
     from echelon.comm.torch_compat import newest
 
-    ranks, count = group.size(), size // 4
-    whole, piece = torch.zeros(count), torch.zeros(count // ranks)
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": partial(dist.all_reduce, whole, group=group),
-        "broadcast": partial(dist.broadcast, whole, 0, group=group),
-        "all_gather": partial(newest("all_gather_single", "all_gather_into_tensor"), whole, piece, group=group),
-        "reduce_scatter": partial(newest("reduce_scatter_single", "reduce_scatter_tensor"), piece, whole, group=group),
-        "all_to_all": partial(dist.all_to_all_single, torch.zeros(count), whole, group=group),
+    count = size // 4
+    whole, piece, other = torch.zeros(count), torch.zeros(count // dist.get_world_size()), torch.zeros(count)
+    gather = newest("all_gather_single", "all_gather_into_tensor")
+    reduce_scatter = newest("reduce_scatter_single", "reduce_scatter_tensor")
+    operations: dict[str, Over] = {
+        "all_reduce": lambda group: dist.all_reduce(whole, group=group),
+        "broadcast": lambda group: dist.broadcast(whole, 0, group=group),
+        "all_gather": lambda group: gather(whole, piece, group=group),
+        "reduce_scatter": lambda group: reduce_scatter(piece, whole, group=group),
+        "all_to_all": lambda group: dist.all_to_all_single(other, whole, group=group),
     }
-    return calls[operation]
+    return operations[operation]
 
 
-def moe(group: Any) -> Callable[[], None]:
+def moe() -> Over:
     """One layer of experts, one a rank, and the dense part of its block: tokens go to their experts and come back,
     forward and backward; how many each expert got is summed; gradients of what all hold (attention) are summed.
     Tokens 1024 × hidden 512 in fp32 a rank, 4 × 512² gradients.
     """
-    tokens, dense = 1024 * 512 * 4, 4 * 512 * 512 * 4
-    exchange, counts = call("all_to_all", tokens, group), call("all_reduce", 64, group)
-    return in_turn(counts, *[exchange] * 4, call("all_reduce", dense, group))
+    exchange = operation_of("all_to_all", 1024 * 512 * 4)
+    counts, dense = operation_of("all_reduce", 64), operation_of("all_reduce", 4 * 512 * 512 * 4)
+    return in_turn(counts, exchange, exchange, exchange, exchange, dense)
 
 
-def dlrm(group: Any) -> Callable[[], None]:
+def dlrm() -> Over:
     """Embeddings looked up where their table is, and exchanged, forward and backward; gradients of the two MLPs summed;
-    the loss averaged. Batch 2048 × 26 features × 16 numbers over the ranks, 1.1 million parameters of the MLPs.
+    the loss averaged. 512 samples × 26 features × 16 numbers a rank, 1.1 million parameters of the MLPs.
     """
-    embeddings, layers = 2048 * 26 * 16 * 4 // group.size(), 1_100_000 * 4
-    exchange = call("all_to_all", embeddings, group)
-    return in_turn(exchange, exchange, call("all_reduce", layers, group), call("all_reduce", 4, group))
+    exchange, layers = operation_of("all_to_all", 512 * 26 * 16 * 4), operation_of("all_reduce", 1_100_000 * 4)
+    return in_turn(exchange, exchange, layers, operation_of("all_reduce", 4))
 
 
-def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
-    def step() -> None:
-        for each in calls:
-            each()
+def in_turn(*operations: Over) -> Over:
+    def step(group: Any) -> None:
+        for operation in operations:
+            operation(group)
 
     return step
 

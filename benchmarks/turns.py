@@ -42,8 +42,9 @@ def take_turns(calls: dict[str, Call], rounds: int) -> Rounds:
     repeats = max(1, min(50, int(_SAMPLE_SECONDS * 1e3 / min(first))))
     names = list(calls)
     times = []
-    for number in range(rounds):  # each round begins with another contender: nobody always comes after the same one
-        turn = names[number % len(names) :] + names[: number % len(names)]
+    order = random.Random(0)
+    for _ in range(rounds):  # in another order each time: nobody always comes after the same one
+        turn = order.sample(names, len(names))
         took = {name: once(calls[name], repeats) for name in turn}
         times.append([took[name] for name in names])
     return {name: list(column) for name, column in zip(names, zip(*slowest(times), strict=True), strict=True)}

@@ -194,13 +194,14 @@ class Levels:
     def _convey(self, chunks: list[Chunk], *stages: Sequence[Callable[[Chunk], None]]) -> None:
         """Chunk by chunk into the first stage, while those before are in later ones; a barrier after each step."""
         steps = len(chunks) + len(stages) - 1
-        for step in range(steps if chunks else 0):
-            if step:
-                self._inner.barrier()
-            for number, stage in enumerate(stages):
-                if 0 <= step - number < len(chunks):
-                    for function in stage:
-                        function(chunks[step - number])
+        with np.errstate(all="ignore"):  # infinities are the caller's own
+            for step in range(steps if chunks else 0):
+                if step:
+                    self._inner.barrier()
+                for number, stage in enumerate(stages):
+                    if 0 <= step - number < len(chunks):
+                        for function in stage:
+                            function(chunks[step - number])
 
     def _offered(self, chunk: Chunk, row: int) -> list[Bytes]:
         """A row of all ranks of this node, one's own first; those of others are in the window."""

@@ -34,7 +34,7 @@ def tune(
         str, typer.Option(help="Of all_reduce, all_gather, …; several with commas (default: all).")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    samples: Annotated[int, typer.Option(min=1, help="How often each road is timed at each size.")] = 9,
+    samples: Annotated[int, typer.Option(min=1, help="How often each road is timed at each size.")] = 15,
     show: Annotated[
         Optional[Path], typer.Option("--show", metavar="TABLE", help="Draw a table that was measured, and end.")
     ] = None,

@@ -38,7 +38,10 @@ _SAMPLE_SECONDS = 2e-3  # what a sample of short calls takes together
 _POINT_SECONDS = 5.0  # what a point may take, if that leaves enough samples
 _FEWEST_SAMPLES = 5
 _HOPELESS = 2.0  # times the fastest, at first sight
-_FALLING_BACK = 3.0  # times the fastest at the size before, and further off than at the one before that
+_FALLING_BACK = 3.0  # times the fastest at the size before, and further off than at the one before that,
+_BANDWIDTH = (
+    2**16
+)  # where both were so many bytes: below, a road may lose by its latency and win by its bandwidth later
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class TuneOptions:
     sizes: tuple[int, ...]
     operations: tuple[str, ...]
     device: str = "cpu"
-    samples: int = 9
+    samples: int = 15
     terminal: int = 0  # columns of the terminal that the launcher writes to; 0 if it is none
 
     def to_text(self) -> str:
@@ -170,7 +173,7 @@ def _measure(point: Point, bench: Bench, done: dict[Point, Figures], samples: in
             if dist.get_rank() == 0:
                 print(f"echelon: {road} is left out: {error}", file=sys.stderr, flush=True)
             continue
-        first[road] = float(bench.slowest(np.array([min(sample(road, 1) for _ in range(2))]))[0])
+        first[road] = float(bench.slowest(np.array([sample(road, 1) for _ in range(3)])).min())
     least = min(first.values())
     repeats = max(1, min(50, int(_SAMPLE_SECONDS / least)))
     left = [road for road in first if first[road] <= _HOPELESS * least]
@@ -188,7 +191,8 @@ def _falls_back(road: Road, point: Point, done: dict[Point, Figures]) -> bool:
     """Whether it lost by much at the two sizes before this one, and by more at the larger."""
     if not point.question.sized:
         return False
-    smaller = [other for other in done if other.question == point.question and other.size < point.size]
+    sizes = range(_BANDWIDTH, point.size)
+    smaller = [other for other in done if other.question == point.question and other.size in sizes]
     lost = []
     for other in sorted(smaller, key=lambda other: other.size)[-2:]:
         figures = done[other]
@@ -207,7 +211,7 @@ def _call(point: Point, bench: Bench) -> Call:
         return torch.zeros(max(size // dtype.itemsize, 1), dtype=dtype, device=bench.device)
 
     whole, piece = tensor(point.size), tensor(point.size // ranks)
-    pieces = [torch.empty_like(piece) for _ in range(ranks)]
+    pieces = [torch.zeros_like(piece) for _ in range(ranks)]
     common: dict[str, Any] = {"group": group}
     first, me = dist.get_process_group_ranks(group)[0], group.rank()
     flat = torch.cat(pieces)

@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from echelon.comm.routes import NoRoute, Road, Rule, Steps, Table
+from echelon.comm.routes import TRANSPORTS, NoRoute, Road, Rule, Steps, Table
 from echelon.tune.points import Point, Question
 
-NOISE = 1.03  # a road is left for another only if that is faster by more
+NOISE = 1.03  # times faster at least must a road be that another is left for
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,16 @@ class Figure:
     median: float
     spread: float
     samples: int
+
+    @property
+    def error(self) -> float:
+        """Of the median, by the spread: 0.93 times the distance between the quartiles, over the root of the count."""
+        return 0.93 * self.spread / math.sqrt(self.samples)
+
+    def beats(self, other: Figure) -> bool:
+        """Whether it is faster by more than the noise, and by more than twice the errors."""
+        gap = other.median - self.median
+        return gap > max((NOISE - 1) * self.median, 2 * math.hypot(self.error, other.error))
 
 
 Figures = dict[Road, Figure]
@@ -81,14 +91,18 @@ def figures_of(table: Table) -> dict[Point, Figures]:
 
 
 def steps_of(measured: dict[int, Figures]) -> Steps:
-    """From size to size the fastest road, or the last one where that is as fast; between two sizes, half way."""
+    """The library alone, until another road is faster beyond doubt; then that one, until the next is. Between two sizes
+    that were measured the road changes half way.
+    """
     steps: list[tuple[int, Road]] = []
     before = 0
     for size, figures in sorted(measured.items()):
+        alone = next((road for road in map(Road, TRANSPORTS) if road in figures), None)
+        last = steps[-1][1] if steps else alone
         best = min(figures, key=lambda road: figures[road].median)
-        last = steps[-1][1] if steps else None
-        if last is None or last not in figures or figures[last].median > NOISE * figures[best].median:
-            steps.append((math.isqrt(before * size - 1) + 1, best) if steps else (0, best))
+        chosen = best if last is None or last not in figures or figures[best].beats(figures[last]) else last
+        if not steps or chosen != steps[-1][1]:
+            steps.append((math.isqrt(before * size - 1) + 1 if steps else 0, chosen))
         before = size
     return tuple(steps)
 
