@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 Call = Callable[[], object]
 Rounds = dict[str, list[float]]
-_SAMPLE_SECONDS = 2e-3  # what short calls take together before the clock is read again
+_SAMPLE_SECONDS = 5e-3  # what short calls take together before the clock is read again
 
 
 def take_turns(calls: dict[str, Call], rounds: int) -> Rounds:
@@ -39,7 +39,7 @@ def take_turns(calls: dict[str, Call], rounds: int) -> Rounds:
     for call in calls.values():
         call()
     [first] = slowest([[once(call, 1) for call in calls.values()]])
-    repeats = max(1, min(50, int(_SAMPLE_SECONDS * 1e3 / min(first))))
+    repeats = max(1, min(100, int(_SAMPLE_SECONDS * 1e3 / min(first))))
     names = list(calls)
     times = []
     order = random.Random(0)

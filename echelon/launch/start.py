@@ -124,8 +124,10 @@ def command_line(job: Job, mpi: Installation) -> list[str]:
             flags.append("--allow-run-as-root")
         if hosts:
             flags += ["--host", ",".join(hosts)]
-            more = [RECORD_VARIABLE] * bool(job.record) + [LINK_VARIABLE] * bool(job.cluster)
-            for name in (*_defaults(job, mpi), _JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE, *more):
+            ours = [_JOB_VARIABLE, VARIABLE, FOLDER_VARIABLE]
+            ours += [RECORD_VARIABLE] * bool(job.record) + [LINK_VARIABLE] * bool(job.cluster)
+            ours += sorted(name for name in os.environ if name.startswith("ECHELON_"))  # ECHELON_ROUTE and others
+            for name in dict.fromkeys((*_defaults(job, mpi), *ours)):
                 flags += ["-x", name]
         if job.prefix_output:
             flags.append("--tag-output")

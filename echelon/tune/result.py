@@ -91,20 +91,32 @@ def figures_of(table: Table) -> dict[Point, Figures]:
 
 
 def steps_of(measured: dict[int, Figures]) -> Steps:
-    """The library alone, until another road is faster beyond doubt; then that one, until the next is. Between two sizes
-    that were measured the road changes half way.
+    """The library alone, until another road is faster beyond doubt, and no slower at the next size; then that one,
+    until the next is. Between two sizes that were measured the road changes half way.
     """
+    sizes = sorted(measured)
     steps: list[tuple[int, Road]] = []
-    before = 0
-    for size, figures in sorted(measured.items()):
+    for size, before, after in zip(sizes, [0, *sizes], [*sizes[1:], sizes[-1]], strict=False):
+        figures, next_figures = measured[size], measured[after]
         alone = next((road for road in map(Road, TRANSPORTS) if road in figures), None)
         last = steps[-1][1] if steps else alone
-        best = min(figures, key=lambda road: figures[road].median)
-        chosen = best if last is None or last not in figures or figures[best].beats(figures[last]) else last
+        faster = [
+            road
+            for road in figures
+            if last is None
+            or last not in figures
+            or (figures[road].beats(figures[last]) and _holds(road, last, next_figures))
+        ]
+        chosen = min(faster, key=lambda road: figures[road].median, default=last)
+        assert chosen is not None
         if not steps or chosen != steps[-1][1]:
             steps.append((math.isqrt(before * size - 1) + 1 if steps else 0, chosen))
-        before = size
     return tuple(steps)
+
+
+def _holds(road: Road, last: Road, figures: Figures) -> bool:
+    """Whether what was faster at one size is no slower at the next."""
+    return last not in figures or (road in figures and figures[road].median <= figures[last].median)
 
 
 def _one_road(measured: dict[int, Figures]) -> Steps:

@@ -208,6 +208,19 @@ def test_the_bytes_of_an_all_reduce_cross_the_link(text, least, most, tmp_path, 
         assert 2 * least * size <= link["received"] <= 2 * most * size
 
 
+@emulated
+def test_two_levels_between_nodes(capfd, monkeypatch):
+    """Equal to one process, and what crosses the link is no more than must."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("ECHELON_ROUTE", "mpi+two-level")
+    spec, size = ClusterSpec.parse("2x2@1gbit"), 8 * MIB
+    command = [sys.executable, str(SCRIPTS / "two_levels.py"), str(size)]
+    code = run(Job(spec.ranks, command, cluster=spec), find())
+    told = result(subprocess.CompletedProcess([], code, *capfd.readouterr()))
+    assert told["nodes"] == [0, 0, 1, 1]
+    assert size <= told["sent"] <= 1.06 * size
+
+
 def descendants(process: int) -> set[int]:
     """All processes below this one."""
     parents = {}

@@ -311,3 +311,31 @@ def hybrid_sharding_beside_tensor_parallelism(sharded: str) -> None:
 @pytest.mark.parametrize("sharded", ["hybrid", "data"])
 def test_hybrid_sharding_beside_tensor_parallelism(ranks, sharded):
     ranks(8, hybrid_sharding_beside_tensor_parallelism, sharded)
+
+
+def roads_by_view() -> list[str]:
+    grid = Layout(dp=2, tp=2).build(routes={"tp": "mpi+shared, broadcast=gloo", "data": "all_reduce=gloo"})
+    with echelon.comm.record() as log:
+        for view in ("tp", "data", "world"):
+            x = torch.ones(3)
+            dist.all_reduce(x, group=grid.mesh(view).get_group())
+            assert x.tolist() == [len(grid.layout.group(view, dist.get_rank()))] * 3
+    assert str(grid.mesh("tp").get_group().road("broadcast", 4)) == "gloo"
+    return [f"{record.transport} {record.algorithm}" for record in log]
+
+
+def test_roads_are_chosen_by_view(ranks):
+    assert ranks(4, roads_by_view) == [["mpi shared", "gloo library", "mpi library"]] * 4
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        ({"tq": "mpi"}, "there is no view 'tq' to choose roads for: there are replicate"),
+        ({"tp": "mpi, gloo"}, "two roads for everything, mpi and gloo"),
+        ({"tp": "all_sum=gloo"}, "there is no operation 'all_sum'"),
+    ],
+)
+def test_roads_that_cannot_be_chosen(routes, words):
+    with pytest.raises(ValueError, match=words):
+        Layout(dp=2).build(routes=routes)

@@ -37,6 +37,9 @@ def test_overrides(tmp_path):
     ("given", "words"),
     [
         ({"trian": {}}, "no section [trian] (did you mean 'train'?)"),
+        ({"routes": {"tpp": "mpi"}}, "no setting 'tpp' (did you mean 'tp'?)"),
+        ({"routes": {"tp": "mpi+fast"}}, "[routes]: there is no road 'mpi+fast'"),
+        ({"routes": {"data": "broadcast=mpi+ring"}}, "[routes]: mpi+ring has no broadcast"),
         ({"train": {"stpes": 1}}, "no setting 'stpes' (did you mean 'steps'?)"),
         ({"train": {"steps": "many"}}, 'steps = "many" is not a whole number'),
         ({"train": {"steps": True}}, "steps = true is not a whole number"),
