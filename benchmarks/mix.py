@@ -132,20 +132,20 @@ def operation_of(operation: str, size: int) -> Over:
 
 
 def moe() -> Over:
-    """One layer of experts, one a rank, and the dense part of its block: tokens go to their experts and come back,
-    forward and backward; how many each expert got is summed; gradients of what all hold (attention) are summed.
-    Tokens 1024 × hidden 512 in fp32 a rank, 4 × 512² gradients.
+    """Two layers of a model with experts in every other one, as DeepSpeed-MoE's: tokens go to their experts and come
+    back, forward and backward; how many each expert got is summed; gradients of what all ranks hold (two attentions and
+    the dense layer's MLP, 16 × hidden²) are summed. 1024 tokens a rank, hidden 512, fp32.
     """
     exchange = operation_of("all_to_all", 1024 * 512 * 4)
-    counts, dense = operation_of("all_reduce", 64), operation_of("all_reduce", 4 * 512 * 512 * 4)
+    counts, dense = operation_of("all_reduce", 64), operation_of("all_reduce", 16 * 512 * 512 * 4)
     return in_turn(counts, exchange, exchange, exchange, exchange, dense)
 
 
 def dlrm() -> Over:
-    """Embeddings looked up where their table is, and exchanged, forward and backward; gradients of the two MLPs summed;
-    the loss averaged. 512 samples × 26 features × 16 numbers a rank, 1.1 million parameters of the MLPs.
+    """MLPerf's DLRM: embeddings (26 features × 128 numbers) are looked up where their table is and exchanged, forward
+    and backward; gradients of the MLPs (2,368,897 parameters) are summed; the loss is averaged. 128 samples a rank.
     """
-    exchange, layers = operation_of("all_to_all", 512 * 26 * 16 * 4), operation_of("all_reduce", 1_100_000 * 4)
+    exchange, layers = operation_of("all_to_all", 128 * 26 * 128 * 4), operation_of("all_reduce", 2_368_897 * 4)
     return in_turn(exchange, exchange, layers, operation_of("all_reduce", 4))
 
 
