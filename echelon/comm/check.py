@@ -7,7 +7,6 @@ a wrong result. Each rank shows the others its call in words; who differs is nam
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,25 +15,20 @@ from torch import Tensor
 from torch.distributed import DistBackendError
 
 from echelon.comm import operations
+from echelon.comm.meeting import differences
 from echelon.comm.operations import Call
 from echelon.comm.reduction import Reduction
+from echelon.comm.routes import Road
 from echelon.comm.transports import Transport, show
-from echelon.launch.report import ranks_text
 
 CHECKING = os.environ.get("ECHELON_CHECK", "0") not in ("", "0")
 
 
-def compare(transport: Transport, call: Call, ranks: Sequence[int]) -> None:
+def compare(transport: Transport, call: Call, road: Road, ranks: Sequence[int]) -> None:
     """Raise an error unless all ranks (whose numbers in the world are `ranks`) are about to do the same."""
-    shown = show(transport, _words(call))
-    same = defaultdict(list)
-    for rank, words in zip(ranks, shown, strict=True):
-        same[words].append(rank)
-    if len(same) > 1:
-        raise DistBackendError(
-            "the ranks' calls do not match: "
-            + "; ".join(f"{ranks_text(members)}: {words}" for words, members in same.items())
-        )
+    calls = show(transport, _words(call))
+    if differing := differences(calls, ranks) or differences(show(transport, f"{calls[0]} over {road}"), ranks):
+        raise DistBackendError(f"the ranks' calls do not match: {differing}")
     if call.operation in (operations.all_to_all, operations.all_to_all_single):
         _compare_splits(transport, call, ranks)
 

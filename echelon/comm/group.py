@@ -8,7 +8,6 @@ once. Some operations have an older and a newer name: torch 2.11 calls the one, 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -43,6 +42,7 @@ from echelon.comm.arguments import (
 from echelon.comm.check import CHECKING, compare
 from echelon.comm.groups import groups, post_office
 from echelon.comm.lane import Lane
+from echelon.comm.meeting import differences
 from echelon.comm.monitored_barrier import pass_barrier
 from echelon.comm.profile import begin, profiling
 from echelon.comm.recorder import Tap, dimension_of, recorder
@@ -56,7 +56,6 @@ from echelon.comm.transports import Transport, copy_memory, show
 from echelon.comm.watchdog import logbook
 from echelon.comm.work import CollectiveWork, MessageWork
 from echelon.launch.logbook import SEQUENCE
-from echelon.launch.report import ranks_text
 
 BACKEND = "echelon"
 _MESSAGES = {"send": "a message to", "receive": "a message from"}  # for those who report on them
@@ -403,11 +402,7 @@ class EchelonGroup(ProcessGroup):
 
     def _agree(self, words: str, messages: Road | None) -> None:
         """That all ranks have chosen the same; in the lane."""
-        differing = defaultdict(list)
-        for rank, chosen in zip(self._ranks, show(self._roads.base, words), strict=True):
-            differing[chosen].append(rank)
-        if len(differing) > 1:
-            choices = "; ".join(f"{ranks_text(ranks)}: {chosen}" for chosen, ranks in differing.items())
+        if choices := differences(show(self._roads.base, words), self._ranks):
             raise DistBackendError(f"all ranks of a group must choose the same roads, but they chose: {choices}")
         if messages is not None and not obstacle(messages, "message", "cpu", self._router.place):
             self._roads.open_messages(messages.transport)
@@ -424,7 +419,7 @@ class EchelonGroup(ProcessGroup):
         """What the lane runs; `end` is called in any case."""
         try:
             if CHECKING:
-                compare(self._roads.base, call, self._ranks)
+                compare(self._roads.base, call, road, self._ranks)
             transport = self._roads.open(road, device)
             if ordering is None:
                 self._do(call, transport, tap)

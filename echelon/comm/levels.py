@@ -104,7 +104,7 @@ class Levels:
         self._here = self._members[self._node]
         self._others = [node for node in self._members if node != self._node]
         self._inner: Transport = host if not self._others else host.part(self._here)
-        self._window: Window = open_window(self._inner, _AREA)
+        self._window: Window = open_window(self._inner, host, _AREA)
         self._chunks = 0  # so far: their halves alternate, also from one operation to the next
         self._written = 0
         everyone = range(self._size)

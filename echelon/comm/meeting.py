@@ -26,11 +26,7 @@ def meet(transport: Transport, ranks: Sequence[int], table: str) -> tuple[Place,
     `table` stands for the routes that this rank has; an error names the ranks (in the world) whose routes differ.
     """
     told = [words.split(" ") for words in show(transport, f"{table} {_node()} {gpu_to_be()}")]
-    holders = defaultdict(list)
-    for rank, (theirs, _, _) in zip(ranks, told, strict=True):
-        holders[theirs].append(rank)
-    if len(holders) > 1:
-        differing = "; ".join(f"{ranks_text(members)}: {digest}" for digest, members in holders.items())
+    if differing := differences([theirs for theirs, _, _ in told], ranks):
         raise DistBackendError(
             f"the ranks of a group must hold the same table of routes (ECHELON_ROUTE), but they hold: {differing}; "
             "give all of them the same file"
@@ -40,6 +36,14 @@ def meet(transport: Transport, ranks: Sequence[int], table: str) -> tuple[Place,
     gpus = {(node, gpu) for _, node, gpu in told if gpu != "-"}
     own_gpus = is_nccl_available() and len(gpus) == len(told)
     return Place(len(told), len(names), transport.name == "mpi", own_gpus), nodes
+
+
+def differences(words: Sequence[str], ranks: Sequence[int]) -> str:
+    """Who said what, if not all said the same: `ranks 0, 2: this; rank 1: that`."""
+    sayers = defaultdict(list)
+    for rank, said in zip(ranks, words, strict=True):
+        sayers[said].append(rank)
+    return "; ".join(f"{ranks_text(who)}: {said}" for said, who in sayers.items()) if len(sayers) > 1 else ""
 
 
 @cache

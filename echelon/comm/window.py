@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from echelon.comm.transports import Transport, show
 
-_LARGEST = 2**26  # bytes, of a window that many ranks share
-_SMALLEST_AREA = 2**16
+_SHARE = 4  # a window takes no more than this part of what is free: a job has several groups
+_SMALLEST_AREA = 2**16  # bytes
 
 
 class Window:
@@ -31,24 +31,25 @@ class Window:
         self.of_all = [half[-1] for half in halves]  # by half
 
 
-def open_window(ranks: Transport, area: int) -> Window:
-    """Called by all ranks of a node together; raises on all of them if one cannot have it."""
-    area = max(min(area, _LARGEST // (2 * (ranks.size + 1))), _SMALLEST_AREA)
-    size = 2 * (ranks.size + 1) * area
-    name, handle, problem = "", -1, ""
+def open_window(ranks: Transport, everyone: Transport, area: int) -> Window:
+    """With areas of that many bytes at most. Called by the ranks of a node together, and by all nodes at once: if one
+    rank cannot have it, all of `everyone` raise the reason.
+    """
+    name, size, handle, problem = "", 0, -1, ""
     if ranks.rank == 0:
         try:
             handle, name = tempfile.mkstemp(prefix="echelon-window-", dir=_folder())
+            size = _size(os.statvfs(handle), ranks.size, area)
             os.posix_fallocate(handle, 0, size)  # where there is no room, better now than at the first write
         except OSError as error:
-            problem = f"no room for {size // 2**20} MiB of shared memory in {_folder()} ({error.strerror})"
-    name = show(ranks, name)[0]
+            problem = f"there is no room for {size // 2**10} KiB of shared memory in {_folder()} ({error.strerror})"
+    name, told = show(ranks, f"{name}|{size}")[0].split("|")
     if ranks.rank and name:
         try:
-            handle = os.open(name, os.O_RDWR)
+            handle, size = os.open(name, os.O_RDWR), int(told)
         except OSError as error:
             problem = f"the node's shared memory cannot be opened ({error})"
-    problems = [text for text in show(ranks, problem) if text]
+    problems = [text for text in show(everyone, problem) if text]
     if ranks.rank == 0 and name:
         Path(name).unlink()
     if problems:
@@ -58,6 +59,13 @@ def open_window(ranks: Transport, area: int) -> Window:
     memory = mmap.mmap(handle, size)
     os.close(handle)
     return Window(np.frombuffer(memory, dtype=np.uint8), ranks.size)
+
+
+def _size(room: os.statvfs_result, ranks: int, area: int) -> int:
+    """Two halves, each of an area for every rank and one for all; smaller where there is little room."""
+    areas = 2 * (ranks + 1)
+    fitting = room.f_bavail * room.f_frsize // _SHARE // areas // 4096 * 4096
+    return areas * max(min(area, fitting), _SMALLEST_AREA)
 
 
 def _folder() -> str:

@@ -90,21 +90,33 @@ def test_autograd_has_no_part_in_it(ranks):
     ranks(2, autograd_sees_nothing)
 
 
-def full(problem: OSError) -> str:
+def full(road: str, nodes: tuple[int, ...], problem: OSError) -> str:
+    """On the first rank's node alone."""
     group = dist.new_group()
-    with mock.patch.object(window.os, "posix_fallocate", side_effect=problem):
+    group._roads.nodes = nodes
+    effect = problem if dist.get_rank() == 0 else None
+    with mock.patch.object(window.os, "posix_fallocate", side_effect=effect):
         try:
-            with echelon.comm.route(group, all_reduce="mpi+shared"):
+            with echelon.comm.route(group, all_reduce=road):
                 dist.all_reduce(torch.ones(1), group=group)
         except RuntimeError as error:
             return str(error)
     return "nothing"
 
 
-def test_no_room_for_a_window_is_said_on_all_ranks(ranks):
-    for text in ranks(2, full, OSError(28, "No space left on device")):
+@pytest.mark.parametrize(("road", "nodes"), [("mpi+shared", (0, 0, 0, 0)), ("mpi+two-level", (0, 0, 1, 1))])
+def test_no_room_for_a_window_is_said_on_all_ranks(ranks, road, nodes):
+    for text in ranks(4, full, road, nodes, OSError(28, "No space left on device")):
         for words in ("no room for", "No space left on device", "choose another road"):
             assert words in text
+    assert windows_left() == []
+
+
+def test_a_window_is_small_where_there_is_little_room():
+    room = mock.Mock(f_bavail=2**14, f_frsize=2**12)  # 64 MiB, as in many a container
+    assert window._size(room, 3, 2**20) == 8 * 2**20
+    assert window._size(room, 3, 2**22) == 16 * 2**20  # a quarter of it
+    assert window._size(room, 1023, 2**20) == 2048 * 2**16  # not smaller than is of use: better no room, and said so
 
 
 def windows_left() -> list[str]:
