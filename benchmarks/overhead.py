@@ -1,8 +1,8 @@
 """Where the microseconds of a 4-byte all_reduce go: `echelon run -n 2 benchmarks/overhead.py`.
 
 Beside raw mpi4py and Echelon stand a group that does nothing (what PyTorch's own front end costs) and the leanest
-group that still calls MPI: it knows the dtype and the operation beforehand, reads no options and keeps no order. They
-take turns.
+group that still calls MPI: it knows the dtype and the operation beforehand, reads no options and keeps no order. And,
+a part of Echelon's, the choice of a road by a table of twelve sizes. They take turns.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from echelon.comm.group import EchelonGroup
+from echelon.comm.routes import Road, Router, Rule, Table
 
 ROUNDS, REPEATS = 40, 500
 
@@ -48,6 +49,9 @@ def calls() -> dict[str, Callable[[], object]]:
         dist.distributed_c10d._world.pg_map[group] = ("echelon", world.get_group_store())
         contenders[name] = lambda group=group: dist.all_reduce(tensor, group=group)
     contenders["Echelon"] = lambda: dist.all_reduce(tensor, group=world)
+    steps = tuple((4**power if power else 0, Road("mpi", "ring" if power % 2 else "")) for power in range(12))
+    router = Router(Table((Rule("all_reduce", world.size(), 1, steps),)), world.place)
+    contenders["the choice of a road"] = lambda: world._roads.opened(router.on_cpu.road("all_reduce", tensor.nbytes))
     return contenders
 
 

@@ -44,7 +44,7 @@ class Devices:
             if device not in self._messages:
                 self._messages[device] = (
                     DirectTransport(self._host, device)
-                    if cuda_aware()
+                    if self._host.name == "mpi" and cuda_aware()
                     else StagedTransport(self._host, device, outboxes.of(device))
                 )
             return self._messages[device]

@@ -56,7 +56,7 @@ def create_group(options: Any) -> EchelonGroup:
         table = agreed(options.store, options.group_rank, place)
         _auto.append(table)
     roads, router = Roads(base, others, nodes), Router(table, place)
-    for transport in {router.on_cpu.road("message", 0).transport, base.name}:
+    for transport in dict.fromkeys((base.name, router.on_cpu.road("message", 0).transport)):
         roads.open_messages(transport)
     return EchelonGroup(options.group_id, ranks, roads, router, options.store, options.timeout, **explained)
 
