@@ -267,6 +267,13 @@ class Router:
         self._on = {device: Routes(self._table, self.chosen, device, self.place) for device in DEVICES}
         self.on_cpu = self._on["cpu"]
 
+    @property
+    def carriers_of_messages(self) -> list[str]:
+        """The transports that must be open before the first message of CPU tensors."""
+        [road] = {road for _, road in self._table.steps("message", False, "cpu", self.place)}
+        usable = not obstacle(road, "message", "cpu", self.place)
+        return list(dict.fromkeys([self.place.base, road.transport if usable else self.place.base]))
+
     def on(self, device: str) -> Routes:
         if device not in self._on:
             raise ValueError(f"this group moves CPU and CUDA tensors, and this tensor is on {device}")

@@ -37,9 +37,7 @@ _auto: list[Table] = []  # what `auto` is, as soon as the world has found it
 def create_group(options: Any) -> EchelonGroup:
     """Make the group that `options` (PyTorch's `_DistributedBackendOptions`) describe; called by its members alone."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    table = asked() if not _auto else _auto[0]
-    if table is not None:
-        warn_of_elsewhere(table)
+    table = asked() or next(iter(_auto), None)
     arguments = (options.store, options.group_rank, options.group_size, options.timeout)
     others: dict[str, Callable[[], Transport]] = {"nccl": partial(nccl, *arguments)}
     explained = {}
@@ -55,8 +53,9 @@ def create_group(options: Any) -> EchelonGroup:
     if table is None:
         table = agreed(options.store, options.group_rank, place)
         _auto.append(table)
+    warn_of_elsewhere(table)
     roads, router = Roads(base, others, nodes), Router(table, place)
-    for transport in dict.fromkeys((base.name, router.on_cpu.road("message", 0).transport)):
+    for transport in router.carriers_of_messages:
         roads.open_messages(transport)
     return EchelonGroup(options.group_id, ranks, roads, router, options.store, options.timeout, **explained)
 

@@ -43,11 +43,12 @@ def asked() -> Table | None:
 
 @cache
 def warn_of_elsewhere(table: Table) -> None:
-    """Once, if it was measured on another machine, or over another MPI."""
+    """Once, if it was measured on another machine, or over another MPI (which runs by now)."""
+    measured = table.about.get("machine")
+    if measured is None or identity().rank:
+        return
     here = fingerprint()
-    measured = table.about.get("machine", here)
-    names = [name for name in here if measured.get(name) != here[name]]
-    if names and identity().rank == 0:
+    if names := [name for name in here if measured.get(name) != here[name]]:
         differs = ", ".join(f"{name} {measured.get(name)!r}, here {here[name]!r}" for name in names)
         _warn(f"the table of routes was measured elsewhere ({differs}): `echelon tune` measures one here")
 
@@ -119,11 +120,9 @@ def _processor() -> str:
 def _mpi() -> str:
     if not identity().in_mpi_world:
         return ""
-    from mpi4py import MPI
+    from echelon.comm.world import library_name, load
 
-    from echelon.comm.world import library_name
-
-    return library_name(MPI)
+    return library_name(load())
 
 
 def _warn(text: str) -> None:

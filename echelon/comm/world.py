@@ -33,7 +33,7 @@ def mpi_world() -> MPI.Intracomm:
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     for direction in ("TX", "RX"):  # what UCX moves over TCP each time it is asked, by default 8 and 64 KiB
         os.environ.setdefault(f"UCX_TCP_{direction}_SEG_SIZE", "256k")
-    mpi = _load()
+    mpi = load()
     me = identity()
     if not mpi.Is_initialized():
         _check_launcher(me, mpi)
@@ -73,7 +73,7 @@ def library_name(mpi: Any) -> str:
     return " ".join(str(mpi.Get_library_version()).strip("\0 ").splitlines()[0].split())
 
 
-def _load() -> Any:
+def load() -> Any:
     """mpi4py's module, without starting MPI (unless the script has started it already)."""
     try:
         import mpi4py
