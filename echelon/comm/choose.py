@@ -21,10 +21,7 @@ class Chosen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._group.choose_roads(self._before)
-        else:  # others may not have come as far: no rank is waited for
-            self._group.restore_roads(self._before)
+        self._group.restore_roads(self._before)
 
 
 def route(group: Any = None, road: str = "", /, **operations: str) -> Chosen:

@@ -117,7 +117,7 @@ class EchelonGroup(ProcessGroup):
         return self._router.chosen
 
     def restore_roads(self, roads: Mapping[str, Road]) -> None:
-        """As `choose_roads`, without the other ranks: for the way out of an error."""
+        """What held before, on which all ranks have agreed before: none is waited for, not even after an error."""
         self._router.choose(roads)
 
     def choose_roads(self, roads: Mapping[str, Road]) -> Mapping[str, Road]:
@@ -404,7 +404,11 @@ class EchelonGroup(ProcessGroup):
         """That all ranks have chosen the same; in the lane."""
         if choices := differences(show(self._roads.base, words), self._ranks):
             raise DistBackendError(f"all ranks of a group must choose the same roads, but they chose: {choices}")
-        if messages is not None and not obstacle(messages, "message", "cpu", self._router.place):
+        if (
+            messages is not None
+            and messages.transport != "nccl"
+            and not obstacle(messages, "message", "cpu", self.place)
+        ):
             self._roads.open_messages(messages.transport)
 
     def _carry_out(

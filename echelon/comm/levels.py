@@ -95,16 +95,16 @@ class Levels:
     Every operation takes the transport that reaches the other nodes.
     """
 
-    def __init__(self, host: HostTransport, nodes: Sequence[int]) -> None:
-        """Called by all ranks of the group."""
+    def __init__(self, host: HostTransport, inner: Transport, nodes: Sequence[int]) -> None:
+        """Called by all ranks of the group. `inner` is between those of this rank's node alone."""
         self._me, self._size = host.rank, host.size
         self._members = {node: [rank for rank, on in enumerate(nodes) if on == node] for node in dict.fromkeys(nodes)}
         self._place = {rank: members.index(rank) for members in self._members.values() for rank in members}
         self._node = nodes[self._me]
         self._here = self._members[self._node]
         self._others = [node for node in self._members if node != self._node]
-        self._inner: Transport = host if not self._others else host.part(self._here)
-        self._window: Window = open_window(self._inner, host, _AREA)
+        self._inner = inner
+        self._window: Window = open_window(inner, host, _AREA)
         self._chunks = 0  # so far: their halves alternate, also from one operation to the next
         self._written = 0
         everyone = range(self._size)
@@ -125,12 +125,6 @@ class Levels:
     def written(self) -> int:
         """Bytes that this rank has put into the window so far."""
         return self._written
-
-    def close(self) -> None:
-        """Let go of the memory; the last rank to do so frees it."""
-        del self._window
-        if self._others:
-            self._inner.close()
 
     def all_reduce(self, host: HostTransport, tensor: Tensor, operation: str) -> None:
         memory, item = _bytes(tensor), tensor.element_size()

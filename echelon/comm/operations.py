@@ -102,7 +102,7 @@ def all_reduce(transport: Transport, tensor: Tensor, reduction: Reduction) -> No
         copy_memory(tensor, copy)
         return
     flat = tensor if reduction.plain else _prepared(tensor, reduction)
-    if flat.dtype in transport.reducible:
+    if flat.dtype in transport.reducible and not _divided_before_rounding(transport, reduction, flat.dtype):
         transport.all_reduce(flat, reduction.operation)
         if reduction.average:
             _divide(flat, transport.size)
@@ -199,7 +199,9 @@ def scatter(transport: Transport, output: Tensor, inputs: list[Tensor] | None, r
 
 
 def reduce_scatter_single(transport: Transport, output: Tensor, input: Tensor, reduction: Reduction) -> None:
-    if reduction.factor is None and (reduction.view or input.dtype) in transport.reducible:
+    dtype = reduction.view or input.dtype
+    here = reduction.factor is not None or _divided_before_rounding(transport, reduction, dtype)
+    if dtype in transport.reducible and not here:
         dense = _dense(output)
         target = reduction.of(dense)
         transport.reduce_scatter(target, reduction.of(_apart(input, dense)), reduction.operation)
@@ -284,6 +286,11 @@ def _product(tensor: Tensor, factor: float | Tensor) -> Tensor:
 @torch.inference_mode()
 def _divide(tensor: Tensor, divisor: int) -> None:
     tensor.detach().div_(divisor)
+
+
+def _divided_before_rounding(transport: Transport, reduction: Reduction, dtype: torch.dtype) -> bool:
+    """The mean of low-precision numbers may be in range where their sum is not. (NCCL adds them in its own way.)"""
+    return reduction.average and dtype in LOW_PRECISION and transport.name != "nccl"
 
 
 def _divisor(transport: Transport, reduction: Reduction) -> int:

@@ -20,8 +20,8 @@ _HOSTS_OWN = ("broadcast", "all_gather_uneven", "exchange", "barrier", "send", "
 
 
 class Overlay:
-    """`host` with the ways of an algorithm. `close`, if given, frees what the algorithm holds; the host is not its own
-    to close. `written` tells how many bytes this rank has put into memory that others read.
+    """`host` with the ways of an algorithm. `written` tells how many bytes this rank has put into memory that others
+    read.
     """
 
     all_reduce: Callable[..., None]
@@ -42,12 +42,11 @@ class Overlay:
         algorithm: str,
         ways: Mapping[str, Callable[..., None]],
         halves: bool = False,
-        close: Callable[[], None] = lambda: None,
         written: Callable[[], int] = lambda: 0,
     ) -> None:
         """`halves`: whether the algorithm reduces bf16 and fp16 itself, with sums in fp32."""
         self.host, self.algorithm, self.ways = host, algorithm, ways
-        self.halves, self.close, self.written = halves, close, written
+        self.halves, self.written = halves, written
         self.name, self.rank, self.size, self.highest_tag = host.name, host.rank, host.size, host.highest_tag
         self.reducible: frozenset[torch.dtype] = host.reducible | (HALF_PRECISION if halves else frozenset())
         for operation in _OPERATIONS:
@@ -56,6 +55,9 @@ class Overlay:
         for operation in _HOSTS_OWN:
             setattr(self, operation, getattr(host, operation))
 
-    def over(self, host: Transport) -> Overlay:
-        """The same algorithm over another transport for the same ranks."""
-        return Overlay(host, self.algorithm, self.ways, self.halves, written=self.written)
+    def over(self, host: Transport, ways: Mapping[str, Callable[..., None]]) -> Overlay:
+        """The same over another transport for the same ranks, with other ways of the same operations."""
+        return Overlay(host, self.algorithm, ways, self.halves, self.written)
+
+    def close(self) -> None:
+        """Host and memory belong to the group's roads."""

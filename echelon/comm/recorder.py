@@ -123,6 +123,7 @@ class Tap:
     def __init__(self, record: Record) -> None:
         self.record = record
         self._calls: list[str] = []
+        self._by_algorithm = False  # whether the road's own had a part in it
 
     def open(self, transport: Transport, sequence: int) -> Transport:
         """What to carry out the operation with: an algorithm is kept, over this in place of its own host."""
@@ -135,13 +136,17 @@ class Tap:
         self.algorithm = transport.algorithm
         self.record.transport, self.record.sequence = transport.name, sequence
         self.record.started = now()
-        return self if overlay is None else overlay.over(self)
+        return (
+            self
+            if overlay is None
+            else overlay.over(self, {name: self._way(way) for name, way in overlay.ways.items()})
+        )
 
     def close(self) -> None:
         self.record.wire += self._written() - self._before
         calls = list(dict.fromkeys(self._calls))
         alone = " + ".join(calls) if len(calls) > 1 or "exchange" in calls else "library"
-        self.record.algorithm = self.algorithm or alone
+        self.record.algorithm = self.algorithm if self._by_algorithm else alone
         self.record.ended = now()
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
@@ -188,6 +193,13 @@ class Tap:
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int) -> Request:
         return self._transport.receive(tensor, rank, tag)
+
+    def _way(self, way: Callable[..., None]) -> Callable[..., None]:
+        def noted(*arguments: Any) -> None:
+            self._by_algorithm = True
+            way(*arguments)
+
+        return noted
 
     def _note_exchange(self, sends: Sequence[Parcel]) -> None:
         self._calls.append("exchange")

@@ -38,6 +38,8 @@ class Roads:
         self.nodes = tuple(nodes)
         self._make = others
         self._transports: dict[str, Transport] = {base.name: base}
+        self._inner: dict[str, Transport] = {}  # by transport, between the ranks of this rank's node
+        self._levels: dict[str, Levels] = {}
         self._devices: dict[str, Devices] = {}
         self._lock = threading.Lock()
         self._open: dict[tuple[Road, torch.device | None], Transport] = {}
@@ -60,12 +62,13 @@ class Roads:
             found.open_messages()
 
     def for_messages(self, transport: str, device: torch.device | None) -> Transport:
-        """What carries messages. NCCL, unlike Gloo, opens without the ranks that have no part in them."""
+        """What carries messages."""
         if transport == "nccl":
-            self.open_messages(transport)
-        if device is None or transport == "nccl":
-            return self._transport(transport)
-        return self._devices_of(transport).for_messages(device)
+            nccl = self._transport(transport)
+            with self._lock:
+                cast(NativeTransport, nccl).open_messages()
+            return nccl
+        return self._transport(transport) if device is None else self._devices_of(transport).for_messages(device)
 
     def ordering(self, device: torch.device) -> Ordering:
         """For an operation on a device that is called now."""
@@ -76,18 +79,17 @@ class Roads:
         for devices in self._devices.values():
             devices.close()
         self._devices.clear()
-        for transport in self._transports.values():
+        for transport in (*self._transports.values(), *self._inner.values()):
             if isinstance(transport, NativeTransport):
                 transport.close()
 
     def close(self) -> None:
         """Free the communicators; all ranks of the group do this."""
         self.finish()
-        for road in self._open.values():
-            if isinstance(road, Overlay):
-                road.close()
         self._open.clear()
-        self.base.close()
+        self._levels.clear()
+        for transport in (*self._inner.values(), self.base):
+            transport.close()
 
     def _made(self, road: Road, device: torch.device | None) -> Transport:
         below: Transport
@@ -102,9 +104,19 @@ class Roads:
         if road.algorithm == "ring":
             return Overlay(below, road.algorithm, _RING)
         if road.algorithm:
-            levels = Levels(cast(HostTransport, below), self.nodes)
-            return Overlay(below, road.algorithm, levels.ways, True, levels.close, levels.written)
+            levels = self._levels_over(road.transport)
+            return Overlay(below, road.algorithm, levels.ways, halves=True, written=levels.written)
         return below
+
+    def _levels_over(self, transport: str) -> Levels:
+        """One for a transport: with it comes a window."""
+        if transport not in self._levels:
+            host = cast(HostTransport, self._transport(transport))
+            here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[host.rank]]
+            if len(here) < host.size and transport not in self._inner:
+                self._inner[transport] = host.part(here)
+            self._levels[transport] = Levels(host, self._inner.get(transport, host), self.nodes)
+        return self._levels[transport]
 
     def _transport(self, name: str) -> Transport:
         found = self._transports.get(name)

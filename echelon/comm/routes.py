@@ -171,6 +171,8 @@ class Table:
             raise NoRoute(f"it is not JSON ({error})") from None
         if not isinstance(data, dict) or data.get(_KEY) != _VERSION or not isinstance(data.get("rules"), list):
             raise NoRoute(f'it is no table of routes of this version ("{_KEY}": {_VERSION}, and "rules")')
+        if not isinstance(data.get("machine", {}), dict):
+            raise NoRoute("its machine is not described by names and values")
         about = {name: value for name, value in data.items() if name not in (_KEY, "rules")}
         return cls(tuple(_read_rule(rule) for rule in data["rules"]), about=about)
 
@@ -193,7 +195,9 @@ def _read_rule(data: Any) -> Rule:
         steps = tuple((int(start), Road.parse(road)) for start, road in data["steps"])
         numbers = int(data["ranks"]), int(data["nodes"])
         return Rule(data["operation"], *numbers, steps, data.get("device", "cpu"), bool(data.get("low")))
-    except (KeyError, TypeError, AttributeError) as error:
+    except NoRoute:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise NoRoute(f"a rule needs operation, ranks, nodes and steps, and {data!r} has not ({error})") from None
 
 
@@ -269,10 +273,15 @@ class Router:
 
     @property
     def carriers_of_messages(self) -> list[str]:
-        """The transports that must be open before the first message of CPU tensors."""
-        [road] = {road for _, road in self._table.steps("message", False, "cpu", self.place)}
-        usable = not obstacle(road, "message", "cpu", self.place)
-        return list(dict.fromkeys([self.place.base, road.transport if usable else self.place.base]))
+        """The transports that must be open before the first message. NCCL, unlike Gloo, opens without the ranks that
+        have no part in one.
+        """
+        carriers = [self.place.base]
+        for device in DEVICES:
+            ((_, road),) = self._table.steps("message", False, device, self.place)
+            if road.transport != "nccl" and not obstacle(road, "message", device, self.place):
+                carriers.append(road.transport)
+        return list(dict.fromkeys(carriers))
 
     def on(self, device: str) -> Routes:
         if device not in self._on:

@@ -31,13 +31,13 @@ from echelon.comm.world import before_finalizing, leave, mpi_world, on_end
 from echelon.launch.identity import identity
 
 _watchdogs: list[Watchdog] = []  # one, as soon as there is a group
-_auto: list[Table] = []  # what `auto` is, as soon as the world has found it
+_auto: list[Table] = []  # what `auto` is, as soon as this rank has learnt it
 
 
 def create_group(options: Any) -> EchelonGroup:
     """Make the group that `options` (PyTorch's `_DistributedBackendOptions`) describe; called by its members alone."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    table = asked() or next(iter(_auto), None)
+    table = asked()
     arguments = (options.store, options.group_rank, options.group_size, options.timeout)
     others: dict[str, Callable[[], Transport]] = {"nccl": partial(nccl, *arguments)}
     explained = {}
@@ -51,8 +51,7 @@ def create_group(options: Any) -> EchelonGroup:
         base = gloo(*arguments)
     place, nodes = meet(base, ranks, AUTO if table is None else table.digest)
     if table is None:
-        table = agreed(options.store, options.group_rank, place)
-        _auto.append(table)
+        table = agreed(options.store, options.group_rank, place, _auto)
     warn_of_elsewhere(table)
     roads, router = Roads(base, others, nodes), Router(table, place)
     for transport in router.carriers_of_messages:

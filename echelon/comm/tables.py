@@ -53,13 +53,15 @@ def warn_of_elsewhere(table: Table) -> None:
         _warn(f"the table of routes was measured elsewhere ({differs}): `echelon tune` measures one here")
 
 
-def agreed(store: Store, rank: int, place: Place) -> Table:
-    """For `auto`: what the group's first rank finds. It tells all others, whose disks may differ."""
+def agreed(store: Store, rank: int, place: Place, known: list[Table]) -> Table:
+    """For `auto`: what the group's first rank knows, or finds. It tells all others, whose disks may differ."""
     if rank == 0:
-        table = newest(place)
+        table = known[0] if known else newest(place)
         store.set(_KEY, table.to_text())
-        return table
-    return Table.from_text(store.get(_KEY).decode())
+    else:
+        table = Table.from_text(store.get(_KEY).decode())
+    known[:] = [table]
+    return table
 
 
 def newest(place: Place) -> Table:

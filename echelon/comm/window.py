@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 
 from echelon.comm.transports import Transport, show
 
-_SHARE = 4  # a window takes no more than this part of what is free: a job has several groups
+_SHARE = 4  # a window takes this part of what is free at most, if that is of any use: a job has several groups
 _SMALLEST_AREA = 2**16  # bytes
 
 
 class Window:
     """This rank's view of the memory, in bytes."""
 
-    def __init__(self, memory: NDArray[np.uint8], ranks: int) -> None:
-        self.area = len(memory) // (2 * (ranks + 1))
-        halves = memory.reshape(2, ranks + 1, self.area)
+    def __init__(self, memory: NDArray[np.uint8], ranks: int, area: int) -> None:
+        """`area` is what may be used of each: no more than the smallest of all nodes'."""
+        self.area = area
+        halves = memory.reshape(2, ranks + 1, -1)
         self.of_rank = [list(half[:-1]) for half in halves]  # by half and rank
         self.of_all = [half[-1] for half in halves]  # by half
 
@@ -43,22 +44,24 @@ def open_window(ranks: Transport, everyone: Transport, area: int) -> Window:
             os.posix_fallocate(handle, 0, size)  # where there is no room, better now than at the first write
         except OSError as error:
             problem = f"there is no room for {size // 2**10} KiB of shared memory in {_folder()} ({error.strerror})"
-    name, told = show(ranks, f"{name}|{size}")[0].split("|")
-    if ranks.rank and name:
-        try:
-            handle, size = os.open(name, os.O_RDWR), int(told)
-        except OSError as error:
-            problem = f"the node's shared memory cannot be opened ({error})"
-    problems = [text for text in show(everyone, problem) if text]
-    if ranks.rank == 0 and name:
-        Path(name).unlink()
-    if problems:
+    there, told = show(ranks, f"{'' if problem else name}|{size}")[0].split("|")
+    memory = None
+    try:
+        if there:
+            handle, size = handle if ranks.rank == 0 else os.open(there, os.O_RDWR), int(told)
+            memory = mmap.mmap(handle, size)
+    except (OSError, ValueError) as error:
+        problem = f"the node's shared memory cannot be opened ({error})"
+    finally:
         if handle >= 0:
             os.close(handle)
-        raise RuntimeError(f"{problems[0]}: free some of it, or choose another road than shared and two-level")
-    memory = mmap.mmap(handle, size)
-    os.close(handle)
-    return Window(np.frombuffer(memory, dtype=np.uint8), ranks.size)
+    answers = [answer.split("|") for answer in show(everyone, f"{size // (2 * (ranks.size + 1))}|{problem}")]
+    if ranks.rank == 0 and name:
+        Path(name).unlink()
+    if reasons := [reason for _, reason in answers if reason]:
+        raise RuntimeError(f"{reasons[0]}: free some of it, or choose another road than shared and two-level")
+    assert memory is not None
+    return Window(np.frombuffer(memory, dtype=np.uint8), ranks.size, min(int(each) for each, _ in answers))
 
 
 def _size(room: os.statvfs_result, ranks: int, area: int) -> int:

@@ -28,7 +28,7 @@ from echelon.comm.measure import call_times
 from echelon.comm.routes import NoRoute, Place, Road
 from echelon.comm.start import refuse
 from echelon.comm.tables import fingerprint, folder
-from echelon.comm.torch_compat import default_store, newest
+from echelon.comm.torch_compat import choose_gpu, default_store, newest
 from echelon.comm.world import mpi_world
 from echelon.tune.points import DTYPE, LOW_DTYPE, Point, candidates, questions, shapes, sizes_of
 from echelon.tune.result import Figure, Figures, Part, table_of
@@ -87,6 +87,8 @@ class Bench:
 def main(options: TuneOptions) -> None:
     """Measure what is missing, then write the table."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    if options.device == "cuda":
+        choose_gpu()
     dist.init_process_group("echelon")
     world: Any = dist.group.WORLD
     about = {"machine": fingerprint(), "ranks": world.size(), "nodes": world.place.nodes}
@@ -111,13 +113,13 @@ def main(options: TuneOptions) -> None:
                     progress.update(task, advance=1, refresh=True)
             _meet(f"echelon/tune/{members}", wait=bench is None)
     if part is not None:
-        part.path.unlink()
         table = table_of(part.figures, about).to_text()
         for path in (
             (output, folder() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json") if options.output else (output,)
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(table)
+        part.path.unlink()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -174,6 +176,8 @@ def _measure(point: Point, bench: Bench, done: dict[Point, Figures], samples: in
                 print(f"echelon: {road} is left out: {error}", file=sys.stderr, flush=True)
             continue
         first[road] = float(bench.slowest(np.array([sample(road, 1) for _ in range(3)])).min())
+    if not first:
+        raise RuntimeError(f"no road could be taken for {question}")
     least = min(first.values())
     repeats = max(1, min(50, int(_SAMPLE_SECONDS / least)))
     left = [road for road in first if first[road] <= _HOPELESS * least]

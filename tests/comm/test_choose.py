@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -84,8 +85,20 @@ def choose_after_an_error() -> str:
         return all_reduce(group)
 
 
-def test_an_error_ends_a_choice_without_waiting_for_others(ranks):
+def test_an_error_ends_a_choice(ranks):
     assert ranks(2, choose_after_an_error) == ["mpi library"] * 2
+
+
+def error_on_one_rank() -> str:
+    group = dist.new_group()
+    with contextlib.suppress(KeyError), echelon.comm.route(group, all_reduce="gloo"):
+        if dist.get_rank() == 0:
+            raise KeyError("some")
+    return all_reduce(group)
+
+
+def test_the_end_of_a_choice_waits_for_nobody(ranks):
+    assert ranks(2, error_on_one_rank) == ["mpi library"] * 2
 
 
 def differently() -> str:

@@ -112,6 +112,50 @@ def test_no_room_for_a_window_is_said_on_all_ranks(ranks, road, nodes):
     assert windows_left() == []
 
 
+def windows_of_two_sizes() -> None:
+    """The first node has room for less: all nodes cut tensors alike all the same."""
+    group, nodes = dist.new_group(), (0, 0, 0, 1, 1)
+    group._roads.nodes = nodes
+    area = 2**10 if nodes[dist.get_rank()] == 0 else 2**12
+    small = mock.patch.object(levels, "_SMALLEST", 2**9)
+    with mock.patch.object(window, "_size", return_value=2 * (1 + nodes.count(nodes[dist.get_rank()])) * area), small:
+        for road in ("mpi+two-level", "gloo+two-level"):
+            with echelon.comm.route(group, road):
+                everything(group, "float32", 5000)
+
+
+def test_nodes_with_windows_of_two_sizes(ranks):
+    ranks(RANKS, windows_of_two_sizes)
+
+
+def averages(road: str) -> None:
+    """Of numbers whose sum fp16 cannot hold, and their mean can."""
+    with echelon.comm.route(None, road):
+        for dtype in (torch.float16, torch.bfloat16):
+            dist.all_reduce(x := torch.full((9,), 40_000.0, dtype=dtype), dist.ReduceOp.AVG)
+            assert x.tolist() == torch.full((9,), 40_000.0, dtype=dtype).tolist()
+            out, pieces = torch.empty(3, dtype=dtype), torch.full((6,), 40_000.0, dtype=dtype)
+            dist.reduce_scatter_tensor(out, pieces, dist.ReduceOp.AVG)
+            assert out.tolist() == pieces[:3].tolist()
+
+
+@pytest.mark.parametrize("road", ["mpi", "mpi+shared", "gloo+two-level", "mpi+ring"])
+def test_a_mean_is_divided_before_it_is_rounded(ranks, road):
+    ranks(2, averages, road)
+
+
+def recorded() -> list[str]:
+    with echelon.comm.route(None, "mpi+ring"), echelon.comm.record() as log:
+        for dtype in (torch.float32, torch.bfloat16):
+            dist.all_reduce(torch.ones(9, dtype=dtype))
+    return [record.algorithm for record in log]
+
+
+def test_a_record_tells_what_was_done(ranks):
+    """bf16 is not added step by step around a ring."""
+    assert ranks(2, recorded) == [["ring", "exchange"]] * 2
+
+
 def test_a_window_is_small_where_there_is_little_room():
     room = mock.Mock(f_bavail=2**14, f_frsize=2**12)  # 64 MiB, as in many a container
     assert window._size(room, 3, 2**20) == 8 * 2**20

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echelon.comm import roads
+from echelon.comm.levels import Levels
 from echelon.comm.routes import (
     ALGORITHMS,
-    DEVICES,
     EXCHANGED,
     OPERATIONS,
     SIZED,
@@ -218,6 +219,15 @@ def test_every_call_has_a_road_that_serves_it(held, operation, size, low, ranks,
         ('{"echelon routes": 2, "rules": []}', "of this version"),
         ('{"echelon routes": 1, "rules": [7]}', "a rule needs operation, ranks, nodes and steps"),
         ('{"echelon routes": 1, "rules": [{"operation": "reduce"}]}', "has not"),
+        ('{"echelon routes": 1, "machine": "mine", "rules": []}', "not described by names"),
+        (
+            '{"echelon routes": 1, "rules": [{"operation": "reduce", "ranks": "four", "nodes": 1, "steps": []}]}',
+            "has not",
+        ),
+        (
+            '{"echelon routes": 1, "rules": [{"operation": "reduce", "ranks": 2, "nodes": 1, "steps": [[0]]}]}',
+            "has not",
+        ),
         (
             '{"echelon routes": 1, "rules": [{"operation": "reduce", "ranks": 2, "nodes": 1, "steps": [[0, "x"]]}]}',
             "'x'",
@@ -229,7 +239,26 @@ def test_tables_that_cannot_be_read(text, wrong):
         Table.from_text(text)
 
 
-def test_the_words_are_those_of_the_operations():
+def test_what_an_algorithm_is_said_to_have_it_has():
+    levels = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    assert {name: set(having) for name, having in ALGORITHMS.items()} == {
+        "exchange": set(roads._EXCHANGE),
+        "ring": set(roads._RING),
+        "two-level": levels,
+        "shared": levels,
+    }
+    assert all(callable(getattr(Levels, name)) for name in levels)
     assert set(SIZED).isdisjoint(UNSIZED)
-    assert {operation for having in ALGORITHMS.values() for operation in having} <= set(SIZED)
-    assert DEVICES == ("cpu", "cuda")
+
+
+def test_what_carries_messages_is_open_before_the_first():
+    """Also of CUDA tensors over the host; but for NCCL, which opens by itself."""
+
+    def carriers(place: Place, **roads: Road) -> list[str]:
+        rules = tuple(rule("message", device=device, steps=((0, road),)) for device, road in roads.items())
+        return Router(Table(rules), place).carriers_of_messages
+
+    assert carriers(Place(4, 1)) == carriers(Place(4, 1, own_gpus=True)) == ["mpi"]
+    assert carriers(Place(4, 1), cpu=GLOO) == carriers(Place(4, 1), cuda=GLOO) == ["mpi", "gloo"]
+    assert carriers(Place(4, 1, mpi=False)) == carriers(Place(4, 1, mpi=False), cpu=MPI) == ["gloo"]
+    assert Router(Table(everywhere=NCCL), Place(4, 1, own_gpus=True)).carriers_of_messages == ["mpi"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, exchange_rows, of_our_own, parts
+from echelon.comm.transports import Parcel, Request, Transport, copy_to_self, of_our_own, parts
 from echelon.comm.transports.gpu_memory import Outbox
 from echelon.comm.transports.messages import CHUNK, DeviceMessages
 
@@ -108,7 +108,14 @@ class StagedTransport:
         self.exchange([(rank, input) for rank in range(self.size)], list(enumerate(pieces)))
 
     def all_to_all(self, output: Tensor, input: Tensor) -> None:
-        exchange_rows(self, output, input)
+        def run(there: Tensor, back: Tensor) -> None:
+            self._host.all_to_all(back, there)
+
+        rows, results = input.view(self.size, -1), output.view(self.size, -1)
+        self._do(
+            Step([row[part] for row in rows], [row[part] for row in results], run)
+            for part in parts(rows.shape[1], CHUNK // self.size // input.element_size())
+        )
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """In as many rounds as the longest parcel needs; both ends of a parcel know its length."""
