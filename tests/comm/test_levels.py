@@ -90,12 +90,15 @@ def test_autograd_has_no_part_in_it(ranks):
     ranks(2, autograd_sees_nothing)
 
 
-def full(road: str, nodes: tuple[int, ...], problem: OSError) -> str:
+def full(road: str, nodes: tuple[int, ...], problem: OSError, folder: str) -> str:
     """On the first rank's node alone."""
     group = dist.new_group()
     group._roads.nodes = nodes
     effect = problem if dist.get_rank() == 0 else None
-    with mock.patch.object(window.os, "posix_fallocate", side_effect=effect):
+    with (
+        mock.patch.object(window.os, "posix_fallocate", side_effect=effect),
+        mock.patch.object(window, "_folder", return_value=folder),
+    ):
         try:
             with echelon.comm.route(group, all_reduce=road):
                 dist.all_reduce(torch.ones(1), group=group)
@@ -105,11 +108,11 @@ def full(road: str, nodes: tuple[int, ...], problem: OSError) -> str:
 
 
 @pytest.mark.parametrize(("road", "nodes"), [("mpi+shared", (0, 0, 0, 0)), ("mpi+two-level", (0, 0, 1, 1))])
-def test_no_room_for_a_window_is_said_on_all_ranks(ranks, road, nodes):
-    for text in ranks(4, full, road, nodes, OSError(28, "No space left on device")):
+def test_no_room_for_a_window_is_said_on_all_ranks(ranks, road, nodes, tmp_path):
+    for text in ranks(4, full, road, nodes, OSError(28, "No space left on device"), str(tmp_path)):
         for words in ("no room for", "No space left on device", "choose another road"):
             assert words in text
-    assert windows_left() == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def windows_of_two_sizes() -> None:
@@ -163,10 +166,12 @@ def test_a_window_is_small_where_there_is_little_room():
     assert window._size(room, 1023, 2**20) == 2048 * 2**16  # not smaller than is of use: better no room, and said so
 
 
-def windows_left() -> list[str]:
-    return [name for name in window.os.listdir(window._folder()) if name.startswith("echelon-window-")]
+def in_folder(folder: str) -> None:
+    with mock.patch.object(window, "_folder", return_value=folder):
+        check("mpi+shared", NODES["one node"], ("float32",))
 
 
-def test_nothing_is_left_in_shared_memory(ranks):
-    ranks(RANKS, check, "mpi+shared", NODES["one node"], ("float32",))
-    assert windows_left() == []
+def test_nothing_is_left_of_a_window(ranks, tmp_path):
+    """Not even while it is in use: its file has no name."""
+    ranks(RANKS, in_folder, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []

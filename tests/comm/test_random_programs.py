@@ -22,7 +22,7 @@ from torch import Tensor
 
 import echelon
 from echelon.comm import levels
-from echelon.comm.routes import OPERATIONS
+from echelon.comm.routes import ALGORITHMS, OPERATIONS
 from tests.comm.data import assert_same, values
 from tests.comm.tables import ROADS, in_force, random_table
 
@@ -166,8 +166,8 @@ def run(program: list[Step], seed: int) -> None:
     go([dist.new_group(members) for members in GROUPS[dist.get_world_size()]], program, seed)
 
 
-def run_routed(drawn: list[tuple[list[Step], int]], seed: int) -> int:
-    """Several programs on the same groups; returns how many roads these have opened.
+def run_routed(drawn: list[tuple[list[Step], int]], seed: int) -> set[str]:
+    """Several programs on the same groups; returns the roads that these have opened.
 
     The ranks are told that they are on two nodes, two on each, and windows are small: so there are two levels, and
     tensors of many chunks.
@@ -182,7 +182,7 @@ def run_routed(drawn: list[tuple[list[Step], int]], seed: int) -> int:
         for program, number in drawn:
             go(groups, program, number)
     mine = [group for group, members in zip(groups, layout, strict=True) if dist.get_rank() in members]
-    return sum(len(group._roads._open) for group in mine)
+    return {str(road) for group in mine for road, _ in group._roads._open}
 
 
 def go(groups: list[dist.ProcessGroup], program: list[Step], seed: int) -> None:
@@ -231,4 +231,6 @@ def test_random_programs_over_random_tables(ranks, number):
 
     draw()
     assert len(drawn) == PROGRAMS
-    assert min(ranks(4, run_routed, drawn, number, timeout=120)) > 4 * len(GROUPS[4])  # a rank is in 3 to 5 groups
+    taken = set().union(*ranks(4, run_routed, drawn, number, timeout=120))
+    assert {road.partition("+")[0] for road in taken} == {"mpi", "gloo"}
+    assert {road.partition("+")[2] for road in taken} == {"", *ALGORITHMS}
