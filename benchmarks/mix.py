@@ -47,7 +47,7 @@ def main() -> None:
         for world, where in WORLDS.items():
             table = tuned(world, where, arguments.tables or Path(folder))
             ranks = 0 if where[0] == "--cluster" else int(where[1])
-            result[world] = on_ranks(__file__, ranks, str(table), cluster="" if ranks else where[1])
+            result[world] = on_ranks(__file__, str(table), ranks=ranks, cluster="" if ranks else where[1])
             show(world, result[world])
     if arguments.json:
         arguments.json.write_text(json.dumps(result | machine(), indent=1) + "\n")

@@ -6,35 +6,18 @@ tensor by all ranks at once, which is about what must be moved. They take turns;
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turns import interval, machine, on_ranks, summary, take_turns
+from turns import in_worlds, interval, summary, take_turns
 
 KIB = 2**10
 SIZES = [64 * KIB * 4**power for power in range(6)]
 ROUNDS = 21
 ROADS = ("mpi+shared", "mpi")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        as_rank(arguments.rank)
-        return
-    result: dict[str, Any] = {"what": __doc__.splitlines()[0], "rounds": ROUNDS}
-    for ranks in (2, 4):
-        result[f"{ranks} ranks"] = on_ranks(__file__, ranks)
-        show(f"{ranks} ranks", result[f"{ranks} ranks"])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result | machine(), indent=1) + "\n")
 
 
 def as_rank(part: Path) -> None:
@@ -74,4 +57,4 @@ def show(title: str, sizes: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_worlds(__file__, __doc__, {f"{ranks} ranks": {"ranks": ranks} for ranks in (2, 4)}, as_rank, show)

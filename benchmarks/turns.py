@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -62,14 +63,14 @@ def interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float, 
     return medians[int(0.025 * draws)], statistics.median(ratios), medians[int(0.975 * draws)]
 
 
-def on_ranks(script: str, ranks: int, *arguments: str, cluster: str = "", **variables: str) -> Any:
+def on_ranks(script: str, *arguments: str, ranks: int = 0, cluster: str = "") -> Any:
     """What rank 0 of a job writes: `script --rank FILE ARGUMENTS` on so many ranks, or on an emulated cluster."""
     sys.path.insert(0, str(ROOT))
     from echelon.launch.cluster import ClusterSpec, NoCluster
     from echelon.launch.find import find
     from echelon.launch.start import Job, run
 
-    os.environ.update(variables | {"PYTHONPATH": str(ROOT)})
+    os.environ["PYTHONPATH"] = str(ROOT)
     spec = ClusterSpec.parse(cluster) if cluster else None
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "part.json"
@@ -81,6 +82,29 @@ def on_ranks(script: str, ranks: int, *arguments: str, cluster: str = "", **vari
         if code:
             sys.exit(code)
         return json.loads(part.read_text())
+
+
+def in_worlds(
+    script: str,
+    words: str,
+    worlds: dict[str, dict[str, Any]],
+    as_rank: Callable[[Path], None],
+    show: Callable[[str, Any], None],
+) -> None:
+    """What a benchmark does in several worlds, each with its arguments of `on_ranks`: run, show, and write it all."""
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        as_rank(arguments.rank)
+        return
+    result: dict[str, Any] = {"what": words.splitlines()[0]}
+    for world, where in worlds.items():
+        result[world] = on_ranks(script, **where)
+        show(world, result[world])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result | machine(), indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

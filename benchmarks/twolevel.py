@@ -7,13 +7,12 @@ busiest node sent, by its interface's own counter, of 2(n−1)/n × the size for
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turns import interval, machine, on_ranks, summary, take_turns
+from turns import in_worlds, interval, summary, take_turns
 
 MIB = 2**20
 CLUSTERS = ("2x2@1gbit", "4x2@1gbit")
@@ -29,22 +28,6 @@ ROADS = {
 }
 FLAT = ("gloo", "mpi+ring", "mpi")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        as_rank(arguments.rank)
-        return
-    result: dict[str, Any] = {"what": __doc__.splitlines()[0]}
-    for cluster in CLUSTERS:
-        result[cluster] = on_ranks(__file__, 0, cluster=cluster)
-        show(cluster, result[cluster])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result | machine(), indent=1) + "\n")
 
 
 def as_rank(part: Path) -> None:
@@ -105,4 +88,4 @@ def show(cluster: str, sizes: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_worlds(__file__, __doc__, {cluster: {"cluster": cluster} for cluster in CLUSTERS}, as_rank, show)

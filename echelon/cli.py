@@ -40,6 +40,7 @@ class _Commands(TyperGroup):
         return (two, self.commands[two], args[2:]) if two in self.commands else super().resolve_command(ctx, args)
 
 
+_STARTING_RANKS = ("run", "train", "serve", "generate", "bench", "bench train", "bench serve")
 app = typer.Typer(
     cls=_Commands,
     help="MPI-driven deep learning on the PyTorch that people already have.",
@@ -50,8 +51,13 @@ app = typer.Typer(
 
 
 @app.callback()
-def _main() -> None:
-    """Without this, typer would drop the command's name while there is only one."""
+def _main(context: typer.Context) -> None:
+    """What is wrong with ECHELON_ROUTE is said once, before any rank starts."""
+    if context.invoked_subcommand in _STARTING_RANKS:
+        try:
+            asked()
+        except NoRoute as error:
+            fail(str(error), 2)
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -78,27 +84,14 @@ def run(
         mpi = find(passed_over=lambda other: say(f"passing over {other.mpiexec}: {other.reason}"))
     except NoMPI as error:
         fail(str(error))
-    _check_routes()
     command = [sys.executable, script, *(arguments or [])]
     names = tuple(host for host in hosts.split(",") if host)
     try:
-        spec = ClusterSpec.parse(cluster) if cluster else None
-        if spec and (names or (ranks or spec.ranks) != spec.ranks):
-            raise NoCluster(
-                f"--cluster {cluster} has {spec.ranks} ranks on {spec.nodes} nodes: leave -n and --hosts out"
-            )
+        spec = ClusterSpec.asked(cluster, ranks, names)
         job = Job(spec.ranks if spec else ranks or 1, command, names, prefix, spec, record)
         raise typer.Exit(start(job, mpi))
     except NoCluster as error:
         fail(str(error))
-
-
-def _check_routes() -> None:
-    """What is wrong with ECHELON_ROUTE is said once, before any rank starts."""
-    try:
-        asked()
-    except NoRoute as error:
-        fail(str(error), 2)
 
 
 app.command()(train)

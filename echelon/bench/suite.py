@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from echelon.bench import engine
 from echelon.bench.catalogue import BENCHMARKS
 from echelon.bench.operation import Benchmark
 from echelon.bench.options import BadRequest, Options
 from echelon.bench.result import Result, Row
+from echelon.launch.say import bar_of_ranks
 
 
 def run(options: Options, world: engine.World) -> bool:
@@ -19,7 +17,7 @@ def run(options: Options, world: engine.World) -> bool:
     chosen, left_out = choose(options, world.ranks)
     steps = sum(len(list(options.sizes(benchmark, world.ranks))) for benchmark in chosen)
     results = []
-    with _progress(options, world.rank == 0) as progress:
+    with bar_of_ranks(options.terminal, world.rank == 0, width=14) as progress:
         task = progress.add_task("", total=steps)
         for benchmark in chosen:
             result = engine.begin(benchmark, options, world)
@@ -49,14 +47,6 @@ def choose(options: Options, ranks: int) -> tuple[list[Benchmark], dict[str, str
         else:
             chosen.append(benchmark)
     return chosen, left_out
-
-
-def _progress(options: Options, shown: bool) -> Progress:
-    """A rank writes into the launcher's pipe; if that ends in a terminal, the bar is drawn all the same."""
-    terminal = bool(options.terminal)
-    console = Console(stderr=True, force_terminal=terminal or None, width=options.terminal or None)
-    columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not shown, auto_refresh=False, transient=terminal)
 
 
 def _report(results: list[Result], left_out: dict[str, str], options: Options) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.comm.reduction import LOW_PRECISION
+from echelon.comm.reduction import HALF_PRECISION, LOW_PRECISION
 
 if TYPE_CHECKING:
     from echelon.comm.transports import Transport
@@ -33,7 +33,6 @@ _ONLY_NUMPY = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch has these dt
 _BLOCK = 2**16  # elements reduced at a time, so that the fp32 sums stay in the cache
 _DEVICE_BLOCK = 2**24  # on a device, where starting a kernel costs more
 _ONE_STEP = 2**16  # bytes up to which two ranks exchange whole tensors
-_COMPUTED_IN_FP32 = (torch.bfloat16, torch.float16)  # by PyTorch's own element-wise operations on the CPU
 
 
 @torch.inference_mode()  # the numbers only: autograd has no part in communication
@@ -46,7 +45,8 @@ def accumulate(pieces: list[Tensor], operation: str, out: Tensor, divisor: int =
         out.copy_(on_host)
         return
     wide = torch.float32 if out.dtype in LOW_PRECISION else out.dtype
-    if len(pieces) == 2 and divisor == 1 and (out.dtype == wide or out.dtype in _COMPUTED_IN_FP32):
+    # Halves are computed in fp32 by PyTorch's own element-wise operations on the CPU.
+    if len(pieces) == 2 and divisor == 1 and (out.dtype == wide or out.dtype in HALF_PRECISION):
         _combine(operation, pieces[0], pieces[1], out)
         return
     block = min(_BLOCK if out.is_cpu else _DEVICE_BLOCK, out.numel())

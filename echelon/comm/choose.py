@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from echelon.comm.routes import Road, chosen_roads
+from echelon.comm.routes import Road, roads_for
 
 
 class Chosen:
@@ -34,7 +34,7 @@ def route(group: Any = None, road: str = "", /, **operations: str) -> Chosen:
     """
     import torch.distributed as dist
 
-    roads = chosen_roads(road, operations)
+    roads = roads_for(road, operations)
     actual = dist.group.WORLD if group is None else group
     return choose(actual, {**getattr(actual, "chosen_roads", {}), **roads} if roads else {})
 

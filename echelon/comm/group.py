@@ -49,7 +49,7 @@ from echelon.comm.recorder import Tap, dimension_of, recorder
 from echelon.comm.records import Record, now
 from echelon.comm.reduction import LOW_PRECISION, plain_operations, resolve
 from echelon.comm.roads import Roads
-from echelon.comm.routes import Place, Road, Router, obstacle
+from echelon.comm.routes import Place, Road, Router, opens_beforehand
 from echelon.comm.streams import Ordering
 from echelon.comm.torch_compat import announce, watched_by_modes
 from echelon.comm.transports import Transport, copy_memory, show
@@ -404,11 +404,7 @@ class EchelonGroup(ProcessGroup):
         """That all ranks have chosen the same; in the lane."""
         if choices := differences(show(self._roads.base, words), self._ranks):
             raise DistBackendError(f"all ranks of a group must choose the same roads, but they chose: {choices}")
-        if (
-            messages is not None
-            and messages.transport != "nccl"
-            and not obstacle(messages, "message", "cpu", self.place)
-        ):
+        if messages is not None and opens_beforehand(messages, "cpu", self.place):
             self._roads.open_messages(messages.transport)
 
     def _carry_out(

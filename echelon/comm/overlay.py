@@ -15,9 +15,6 @@ import torch
 from echelon.comm.reduction import HALF_PRECISION
 from echelon.comm.transports import Transport
 
-_OPERATIONS = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "all_to_all")
-_HOSTS_OWN = ("broadcast", "all_gather_uneven", "exchange", "barrier", "send", "receive")
-
 
 class Overlay:
     """`host` with the ways of an algorithm. `written` tells how many bytes this rank has put into memory that others
@@ -49,11 +46,9 @@ class Overlay:
         self.halves, self.written = halves, written
         self.name, self.rank, self.size, self.highest_tag = host.name, host.rank, host.size, host.highest_tag
         self.reducible: frozenset[torch.dtype] = host.reducible | (HALF_PRECISION if halves else frozenset())
-        for operation in _OPERATIONS:
+        for operation in Overlay.__annotations__:
             way = ways.get(operation)
             setattr(self, operation, getattr(host, operation) if way is None else partial(way, host))
-        for operation in _HOSTS_OWN:
-            setattr(self, operation, getattr(host, operation))
 
     def over(self, host: Transport, ways: Mapping[str, Callable[..., None]]) -> Overlay:
         """The same over another transport for the same ranks, with other ways of the same operations."""

@@ -234,6 +234,13 @@ def obstacle(road: Road, operation: str, device: str, place: Place) -> str:
     return ""
 
 
+def opens_beforehand(messages: Road, device: str, place: Place) -> bool:
+    """Whether a road of messages is opened before the first one: NCCL, unlike Gloo, opens without the ranks that have
+    no part in it.
+    """
+    return messages.transport != "nccl" and not obstacle(messages, "message", device, place)
+
+
 class Routes:
     """The roads of one group's operations on one device, looked up quickly."""
 
@@ -273,13 +280,11 @@ class Router:
 
     @property
     def carriers_of_messages(self) -> list[str]:
-        """The transports that must be open before the first message. NCCL, unlike Gloo, opens without the ranks that
-        have no part in one.
-        """
+        """The transports that must be open before the first message."""
         carriers = [self.place.base]
         for device in DEVICES:
             ((_, road),) = self._table.steps("message", False, device, self.place)
-            if road.transport != "nccl" and not obstacle(road, "message", device, self.place):
+            if opens_beforehand(road, device, self.place):
                 carriers.append(road.transport)
         return list(dict.fromkeys(carriers))
 
@@ -300,10 +305,10 @@ def read_choice(text: str) -> dict[str, Road]:
             raise NoRoute(f"{text!r} names two roads for everything, {name} and {part}: choose one")
         else:
             name = part
-    return chosen_roads(name, operations)
+    return roads_for(name, operations)
 
 
-def chosen_roads(name: str, operations: Mapping[str, str]) -> dict[str, Road]:
+def roads_for(name: str, operations: Mapping[str, str]) -> dict[str, Road]:
     """What a user asks for: a road for all operations that it has, and others for single ones."""
     roads = {}
     if name:

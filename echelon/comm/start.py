@@ -51,7 +51,7 @@ def create_group(options: Any) -> EchelonGroup:
         base = gloo(*arguments)
     place, nodes = meet(base, ranks, AUTO if table is None else table.digest)
     if table is None:
-        table = agreed(options.store, options.group_rank, place, _auto)
+        table = agreed(base, place, _auto)
     warn_of_elsewhere(table)
     roads, router = Roads(base, others, nodes), Router(table, place)
     for transport in router.carriers_of_messages:

@@ -20,11 +20,10 @@ from echelon.launch.identity import identity
 from echelon.launch.start import LINK_VARIABLE
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from echelon.comm.transports import Transport
 
 VARIABLE = "ECHELON_ROUTE"
 AUTO = "auto"
-_KEY = "echelon/routes"  # in the group's store
 
 
 def asked() -> Table | None:
@@ -53,15 +52,16 @@ def warn_of_elsewhere(table: Table) -> None:
         _warn(f"the table of routes was measured elsewhere ({differs}): `echelon tune` measures one here")
 
 
-def agreed(store: Store, rank: int, place: Place, known: list[Table]) -> Table:
-    """For `auto`: what the group's first rank knows, or finds. It tells all others, whose disks may differ."""
-    if rank == 0:
-        table = known[0] if known else newest(place)
-        store.set(_KEY, table.to_text())
-    else:
-        table = Table.from_text(store.get(_KEY).decode())
-    known[:] = [table]
-    return table
+def agreed(transport: Transport, place: Place, known: list[Table]) -> Table:
+    """For `auto`: what the group's first rank knows, or finds. It tells all others, whose disks may differ.
+
+    Not through the store, whose server ends with its rank, also while others still read there.
+    """
+    from echelon.comm.transports import show
+
+    words = (known[0] if known else newest(place)).to_text() if transport.rank == 0 else ""
+    known[:] = [Table.from_text(show(transport, words)[0])]
+    return known[0]
 
 
 def newest(place: Place) -> Table:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.comm.transports import Transport, show
+from echelon.launch.start import memory_folder
 
 _SHARE = 4  # a window takes this part of what is free at most, if that is of any use: a job has several groups
 _SMALLEST_AREA = 2**16  # bytes
@@ -39,11 +40,13 @@ def open_window(ranks: Transport, everyone: Transport, area: int) -> Window:
     name, size, handle, problem = "", 0, -1, ""
     if ranks.rank == 0:
         try:
-            handle, name = tempfile.mkstemp(prefix="echelon-window-", dir=_folder())
+            handle, name = tempfile.mkstemp(prefix="echelon-window-", dir=memory_folder())
             size = _size(os.statvfs(handle), ranks.size, area)
             os.posix_fallocate(handle, 0, size)  # where there is no room, better now than at the first write
         except OSError as error:
-            problem = f"there is no room for {size // 2**10} KiB of shared memory in {_folder()} ({error.strerror})"
+            problem = (
+                f"there is no room for {size // 2**10} KiB of shared memory in {memory_folder()} ({error.strerror})"
+            )
     there, told = show(ranks, f"{'' if problem else name}|{size}")[0].split("|")
     memory = None
     try:
@@ -69,8 +72,3 @@ def _size(room: os.statvfs_result, ranks: int, area: int) -> int:
     areas = 2 * (ranks + 1)
     fitting = room.f_bavail * room.f_frsize // _SHARE // areas // 4096 * 4096
     return areas * max(min(area, fitting), _SMALLEST_AREA)
-
-
-def _folder() -> str:
-    memory = "/dev/shm"
-    return memory if Path(memory).is_dir() else tempfile.gettempdir()

@@ -72,6 +72,16 @@ class ClusterSpec:
             raise NoCluster(f"{text!r} has no nodes, no ranks or no rate: {_EXAMPLE}")
         return spec
 
+    @classmethod
+    def asked(cls, text: str, ranks: int | None, hosts: Sequence[str]) -> ClusterSpec | None:
+        """What --cluster asks for, if it does, beside -n and --hosts, which it leaves no room for."""
+        if not text:
+            return None
+        spec = cls.parse(text)
+        if hosts or ranks not in (None, spec.ranks):
+            raise NoCluster(f"--cluster {text} has {spec.ranks} ranks on {spec.nodes} nodes: leave -n and --hosts out")
+        return spec
+
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node

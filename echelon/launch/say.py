@@ -1,4 +1,4 @@
-"""How the commands speak to the user when something is wrong."""
+"""How the commands speak to the user: what is wrong, and how far they are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 def say(message: str) -> None:
@@ -17,3 +18,12 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """Say it, and end."""
     say(message)
     raise typer.Exit(code)
+
+
+def bar_of_ranks(terminal: int, shown: bool, width: int) -> Progress:
+    """A bar that the first rank draws, with descriptions of that width. A rank writes into the launcher's pipe; if that
+    ends in a terminal, of so many columns, the bar is drawn all the same.
+    """
+    console = Console(stderr=True, force_terminal=bool(terminal) or None, width=terminal or None)
+    columns = (TextColumn(f"{{task.description:{width}}}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not shown, auto_refresh=False, transient=bool(terminal))

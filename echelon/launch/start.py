@@ -76,7 +76,7 @@ def run(job: Job, mpi: Installation, meanwhile: contextlib.AbstractContextManage
     identifier = uuid.uuid4().hex
     _remove_leftovers()
     with (
-        tempfile.TemporaryDirectory(prefix=f"echelon-{os.getpid()}-", dir=_memory()) as folder,
+        tempfile.TemporaryDirectory(prefix=f"echelon-{os.getpid()}-", dir=memory_folder()) as folder,
         _cluster_of(job, Path(folder)) as nodes,
     ):
         watch = Watch(Path(folder), elsewhere=bool(job.hosts), listener=nodes.listen() if nodes else None)
@@ -158,7 +158,7 @@ def cores_per_rank(job: Job) -> int:
     return max(cores // job.ranks_per_host, 1)
 
 
-def _memory() -> Path:
+def memory_folder() -> Path:
     """Where a file costs no disk."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
@@ -166,7 +166,7 @@ def _memory() -> Path:
 
 def _remove_leftovers() -> None:
     """Those of launchers that were killed and could not do it themselves."""
-    for folder in _memory().glob("echelon-*-*"):
+    for folder in memory_folder().glob("echelon-*-*"):
         number = folder.name.split("-")[1]
         if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -9,10 +10,11 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
+from echelon.bench.command import launcher, several
 from echelon.launch.cluster import ClusterSpec, NoCluster
-from echelon.launch.find import NoMPI, find
+from echelon.launch.find import NoMPI
 from echelon.launch.identity import identity
-from echelon.launch.say import fail, say
+from echelon.launch.say import fail
 from echelon.launch.start import Job, run
 
 _SIZES = "4:16M"
@@ -45,7 +47,7 @@ def tune(
     Interrupted, the same command goes on where it was.
     """
     from echelon.comm.routes import OPERATIONS, NoRoute
-    from echelon.comm.tables import read
+    from echelon.comm.tables import VARIABLE, read
     from echelon.tune.show import show as draw
 
     try:
@@ -54,19 +56,18 @@ def tune(
             return
         if identity().launcher != "none":
             raise NoRoute("`echelon tune` starts its ranks itself: call it alone, with -n, --hosts or --cluster")
-        chosen = tuple(name.strip() for name in operations.split(",") if name.strip()) or OPERATIONS
+        chosen = several(operations) or OPERATIONS
         for name in chosen:
             if name not in OPERATIONS:
                 raise NoRoute(f"there is no operation {name!r}: there are {', '.join(OPERATIONS)}")
-        job_on = ClusterSpec.parse(cluster) if cluster else None
-        if job_on and (hosts or ranks not in (None, job_on.ranks)):
-            raise NoRoute(f"--cluster {cluster} has {job_on.ranks} ranks: leave -n and --hosts out")
+        spec = ClusterSpec.asked(cluster, ranks, several(hosts))
         if output is not None and output.is_dir():
             raise NoRoute(f"{output} is a folder: -o wants a file, such as {output / 'routes.json'}")
-        mpi = find(passed_over=lambda other: say(f"passing over {other.mpiexec}: {other.reason}"))
+        mpi = launcher()
+        assert mpi is not None  # this is no rank
         command = _command(output, sizes, chosen, device, samples)
-        names = tuple(host for host in hosts.split(",") if host)
-        code = run(Job(job_on.ranks if job_on else ranks or 2, command, names, cluster=job_on), mpi)
+        os.environ.pop(VARIABLE, None)  # all roads are measured, whichever are in force
+        code = run(Job(spec.ranks if spec else ranks or 2, command, several(hosts), cluster=spec), mpi)
     except (ValueError, NoMPI, NoCluster) as error:
         fail(str(error), 2)
     if code == 0 and output is not None:

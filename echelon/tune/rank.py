@@ -21,8 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from echelon.comm.measure import call_times
 from echelon.comm.routes import NoRoute, Place, Road
@@ -30,6 +28,7 @@ from echelon.comm.start import refuse
 from echelon.comm.tables import fingerprint, folder
 from echelon.comm.torch_compat import choose_gpu, default_store, newest
 from echelon.comm.world import mpi_world
+from echelon.launch.say import bar_of_ranks
 from echelon.tune.points import DTYPE, LOW_DTYPE, Point, candidates, questions, shapes, sizes_of
 from echelon.tune.result import Figure, Figures, Part, table_of
 
@@ -100,7 +99,7 @@ def main(options: TuneOptions) -> None:
     done: dict[Point, Figures] = dict(shared[0])
     todo = {tuple(members): _points(members, world.nodes, options) for members in shapes(world.nodes)}
     everything = [point for points in todo.values() for point in points]
-    with _progress(options, world.rank() == 0) as progress:
+    with bar_of_ranks(options.terminal, world.rank() == 0, width=42) as progress:
         task = progress.add_task("", total=len(everything), completed=len(done.keys() & everything))
         for members, points in todo.items():
             bench = _join(list(members), options.device)
@@ -252,14 +251,6 @@ def _there_and_back(tensor: torch.Tensor, group: Any) -> None:
     elif group.rank() == len(members) - 1:
         dist.recv(tensor, members[0], group)
         dist.send(tensor, members[0], group)
-
-
-def _progress(options: TuneOptions, shown: bool) -> Progress:
-    """A rank writes into the launcher's pipe; if that ends in a terminal, the bar is drawn all the same."""
-    terminal = bool(options.terminal)
-    console = Console(stderr=True, force_terminal=terminal or None, width=options.terminal or None)
-    columns = (TextColumn("{task.description:42}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not shown, auto_refresh=False, transient=terminal)
 
 
 if __name__ == "__main__":

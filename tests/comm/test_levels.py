@@ -97,7 +97,7 @@ def full(road: str, nodes: tuple[int, ...], problem: OSError, folder: str) -> st
     effect = problem if dist.get_rank() == 0 else None
     with (
         mock.patch.object(window.os, "posix_fallocate", side_effect=effect),
-        mock.patch.object(window, "_folder", return_value=folder),
+        mock.patch.object(window, "memory_folder", return_value=folder),
     ):
         try:
             with echelon.comm.route(group, all_reduce=road):
@@ -167,7 +167,7 @@ def test_a_window_is_small_where_there_is_little_room():
 
 
 def in_folder(folder: str) -> None:
-    with mock.patch.object(window, "_folder", return_value=folder):
+    with mock.patch.object(window, "memory_folder", return_value=folder):
         check("mpi+shared", NODES["one node"], ("float32",))
 
 

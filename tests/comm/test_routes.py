@@ -22,9 +22,9 @@ from echelon.comm.routes import (
     Routes,
     Rule,
     Table,
-    chosen_roads,
     default,
     obstacle,
+    roads_for,
 )
 
 MIB = 2**20
@@ -131,7 +131,7 @@ def test_a_road_for_everything_is_its_transport_where_the_algorithm_ends():
 
 def test_choices_come_before_the_table():
     router = Router(Table((rule(),)), Place(4, 1))
-    router.choose(chosen_roads("", {"all_reduce": "mpi+ring", "message": "gloo"}))
+    router.choose(roads_for("", {"all_reduce": "mpi+ring", "message": "gloo"}))
     assert [str(router.on_cpu.road(name, 4)) for name in ("all_reduce", "message", "broadcast")] == [
         "mpi+ring",
         "gloo",
@@ -153,7 +153,7 @@ def test_choices_come_before_the_table():
 )
 def test_choices_that_cannot_be(operations, wrong):
     with pytest.raises(NoRoute, match=wrong):
-        chosen_roads("", operations)
+        roads_for("", operations)
 
 
 @pytest.mark.parametrize(
