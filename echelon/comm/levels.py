@@ -31,7 +31,7 @@ from echelon.comm.window import Window, open_window
 
 _AREA = 2**21  # bytes of a chunk at most (benchmarks/shm.py)
 _STREAM = 4  # chunks that a tensor makes at least where it crosses links, so that these are not idle meanwhile,
-_SMALLEST = 2**18  # if they have this many bytes then (benchmarks/twolevel.py)
+_SMALLEST = 2**20  # if they have this many bytes then (benchmarks/twolevel.py)
 # What NumPy adds itself. Halves and smaller floats are summed in fp32, by `algorithms.accumulate`.
 _NUMPY: dict[torch.dtype, type] = {
     getattr(torch, name): getattr(np, name)
