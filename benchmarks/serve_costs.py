@@ -28,12 +28,13 @@ from echelon.bench.serve_load import arrivals
 from echelon.launch.identity import identity
 from echelon.models import presets
 from echelon.models.llama import LlamaConfig
-from echelon.serve.attention import Part
 from echelon.serve.engine import Engine
 from echelon.serve.request import Refused, SamplingParams
-from echelon.serve.runner import Runner, _pack
+from echelon.serve.runner import Runner
+from echelon.serve.sample import Chosen, Draw
 from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
+from echelon.serve.step import Part, Shape, pack
 
 CONFIG = LlamaConfig(vocabulary=256, context=256, dim=384, layers=6, heads=6, kv_heads=3, mlp_dim=1024)
 REQUESTS, REPETITIONS, ROUNDS = 32, 5, 300
@@ -75,15 +76,15 @@ def own_part() -> dict[str, Any]:
     found = {}
     engine = Engine(model(), settings=Settings(cache_gib=0.25))
     runs: list[float] = []
-    run = engine._runner.run
+    launch = engine._runner.launch
 
-    def timed(parts: list[Part]) -> torch.Tensor:
+    def timed(parts: list[Part], draws: list[Draw]) -> Chosen | None:
         began = time.perf_counter()
-        logits = run(parts)
+        chosen = launch(parts, draws)
         runs.append(time.perf_counter() - began)
-        return logits
+        return chosen
 
-    engine._runner.run = timed  # type: ignore[method-assign]
+    engine._runner.launch = timed  # type: ignore[method-assign]
     for count in (1, 8, 32):
         runs.clear()
         began = time.perf_counter()
@@ -141,10 +142,10 @@ def control_path() -> dict[str, Any]:
     dist.init_process_group("echelon")
     group = dist.group.WORLD
     assert group is not None
-    runner = Runner(model(), pages=64, page_size=16, group=group)
+    runner = Runner(model(), Shape(pages=64, page_size=16, rows=32, row_pages=64), Settings(), group=group)
     found = {}
     for count in (1, 32):
-        told = _pack([Part(100, [7], list(range(8)), True)] * count)
+        told = pack([Part(row, 112, [7], 7, [7], True) for row in range(count)])  # each begins a page
         back = torch.zeros(1)
         times = []
         for _ in range(ROUNDS):

@@ -44,7 +44,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at everything Echelon needs, without changing anything."""
-    return [_python(), _torch(), _backend(), _mpi4py(), *_mpi(), _gpus()]
+    return [_python(), _torch(), _backend(), _mpi4py(), *_mpi(), _gpus(), _serving()]
 
 
 def _python() -> Finding:
@@ -137,6 +137,16 @@ def _gpus() -> Finding:
     code = "import torch; print('\\n'.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))"
     names = _run([sys.executable, "-c", code]).splitlines()
     return Finding("GPUs", ", ".join(names) if names else "none that PyTorch sees")
+
+
+def _serving() -> Finding:
+    code = (
+        "import torch; from echelon.serve.way import usual; "
+        "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu'); print(device, usual(device), sep='\\n')"
+    )
+    device, _, choice = _run([sys.executable, "-c", code]).partition("\n")
+    slow = device == "cuda" and "fused" not in choice
+    return Finding("serving", choice or "cannot be told", not slow, "pip install triton" if slow else "")
 
 
 def _version(package: str) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.pool import Pool
@@ -14,6 +16,8 @@ from tests.slurm import slurm  # noqa: F401 (a fixture)
 settings.register_profile("echelon", deadline=None)  # timing is never asserted
 settings.load_profile("echelon")
 SIZES = range(2, 9)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: then kernels are computed on the CPU
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ the same order. A token beyond the vocabulary is a row of zeros here and no erro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,6 +52,43 @@ def load(
 def shard(model: ModelType, group: dist.ProcessGroup | None) -> ModelType:
     """The same for a model that each rank holds whole: each keeps its parts."""
     return _localize(_split(model, group, next(model.parameters()).device.type), group)
+
+
+class Meeting:
+    """Where the ranks of a split model meet, in every exchange of a forward pass."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._instead: Callable[[Callable[[], object]], object] | None = None
+
+    @contextmanager
+    def around(self, instead: Callable[[Callable[[], object]], object]) -> Iterator[None]:
+        """Give every exchange to `instead`, which does it: whoever captures what is computed cannot capture that."""
+        self._instead = instead
+        try:
+            yield
+        finally:
+            self._instead = None
+
+    def sum(self, tensor: Tensor) -> None:
+        """Over the ranks, in place."""
+        self._exchange(partial(dist.all_reduce, tensor, group=self.group))
+
+    def gather(self, tensor: Tensor, parts: list[Tensor] | None) -> None:
+        """To the first rank."""
+        self._exchange(partial(dist.gather, tensor, parts, group=self.group, group_dst=0))
+
+    def _exchange(self, call: Callable[[], object]) -> None:
+        if self._instead is None:
+            call()
+        else:
+            self._instead(call)
+
+
+def meeting_of(model: nn.Module) -> Meeting | None:
+    """None if this process holds all of the model."""
+    found: Meeting | None = getattr(model, "meeting", None)
+    return found
 
 
 def traffic(
@@ -114,6 +152,8 @@ def _localize(model: ModelType, group: dist.ProcessGroup | None) -> ModelType:
         return model
     vocabulary: int = model.get_parameter("tokens.weight").shape[0]
     made: dict[int, nn.Parameter] = {}
+    meeting = Meeting(group)
+    model.meeting = meeting  # type: ignore[assignment]
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if last == "attention":
@@ -122,7 +162,7 @@ def _localize(model: ModelType, group: dist.ProcessGroup | None) -> ModelType:
             if isinstance(parameter, DTensor) and id(parameter) not in made:
                 made[id(parameter)] = _plain(parameter.to_local())
             setattr(module, kind, made.get(id(parameter), parameter))
-        _connect(last, module, vocabulary, group)
+        _connect(last, module, vocabulary, meeting)
     return model
 
 
@@ -144,49 +184,51 @@ def _plain(local: Tensor) -> nn.Parameter:
     return nn.Parameter(local.clone() if shares_memory else local, requires_grad=False)
 
 
-def _connect(last: str, module: Any, vocabulary: int, group: dist.ProcessGroup) -> None:
+def _connect(last: str, module: Any, vocabulary: int, meeting: Meeting) -> None:
     """Replace what computes only a share by what ends with the whole, by the part's name."""
+    group = meeting.group
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     step = -(-vocabulary // group.size())  # as DTensor cuts: equal parts, rounded up, until nothing is left
     first = step * group.rank()
     if last in ("out", "down"):
-        module.forward = partial(_multiply, module, group)
+        module.forward = partial(_multiply, module, meeting)
     elif last == "tokens":
         module.num_embeddings = len(module.weight)
-        module.forward = partial(_look_up, module, first, group)
+        module.forward = partial(_look_up, module, first, meeting)
     elif last == "head":
-        module.project = partial(_project, vocabulary, group)
+        module.project = partial(_project, vocabulary, meeting)
         module.loss = partial(chunked_cross_entropy, group=group, first=first)
 
 
-def _multiply(linear: Any, group: dist.ProcessGroup, input: Tensor) -> Tensor:
+def _multiply(linear: Any, meeting: Meeting, input: Tensor) -> Tensor:
     """With this rank's columns, to which belong its features of the input; the bias is added once, to the sum."""
     total = F.linear(input, linear.weight)
-    dist.all_reduce(total, group=group)
+    meeting.sum(total)
     return total if linear.bias is None else total.add_(linear.bias)
 
 
-def _look_up(tokens: Any, first: int, group: dist.ProcessGroup, tokens_BS: Tensor) -> Tensor:
+def _look_up(tokens: Any, first: int, meeting: Meeting, tokens_BS: Tensor) -> Tensor:
     """Rows that lie here; others add theirs, and zeros for the rest."""
     places_BS = tokens_BS - first
     absent_BS = (places_BS < 0) | (places_BS >= len(tokens.weight))
     sum_BSD = F.embedding(places_BS.masked_fill_(absent_BS, 0), tokens.weight)
     sum_BSD.masked_fill_(absent_BS.unsqueeze(-1), 0)
-    dist.all_reduce(sum_BSD, group=group)
+    meeting.sum(sum_BSD)
     return sum_BSD
 
 
-def _project(vocabulary: int, group: dist.ProcessGroup, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _project(vocabulary: int, meeting: Meeting, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The whole logits on the group's first rank; the others have none of them, and a last dimension of 0."""
+    group = meeting.group
     step = -(-vocabulary // group.size())
     own = F.linear(hidden, weight, bias)
     if len(weight) < step:
         own = F.pad(own, (0, step - len(weight)))
     if group.rank() > 0:
-        dist.gather(own, group=group, group_dst=0)
+        meeting.gather(own, None)
         return own[..., :0]
     parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.gather(own, parts, group=group, group_dst=0)
+    meeting.gather(own, parts)
     parts[-1] = parts[-1][..., : vocabulary - step * (group.size() - 1)]
     return torch.cat(parts, -1)

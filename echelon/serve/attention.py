@@ -15,22 +15,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.serve.step import Part
+
 TILE, BLOCK = 8, 128  # queries, keys
-
-
-class Part(NamedTuple):
-    """What a step computes of one sequence: `tokens` from position `start` on; all its tokens so far are in `pages`."""
-
-    start: int
-    tokens: list[int]
-    pages: list[int]
-    is_last: bool  # whether the next token is wanted
 
 
 @dataclass
@@ -54,7 +46,8 @@ class Step:
     last_R: Tensor  # the tokens whose successors are wanted
 
 
-def plan(parts: list[Part], page_size: int, device: torch.device, reproducible: bool) -> Step:
+def plan(parts: list[Part], table: list[list[int]], page_size: int, device: torch.device, reproducible: bool) -> Step:
+    """`table` has the pages of each row."""
     firsts: list[int] = []
     tokens: list[int] = []
     positions: list[int] = []
@@ -64,7 +57,7 @@ def plan(parts: list[Part], page_size: int, device: torch.device, reproducible: 
         tokens += part.tokens
         places = range(part.start, part.start + len(part.tokens))
         positions += places
-        slots += [part.pages[place // page_size] * page_size + place % page_size for place in places]
+        slots += [table[part.row][place // page_size] * page_size + place % page_size for place in places]
     tile = TILE if reproducible else 0
     by_size: dict[tuple[int, int], list[tuple[list[int], list[int], list[int]]]] = defaultdict(list)
     for first, part in zip(firsts, parts, strict=True):
@@ -74,7 +67,7 @@ def plan(parts: list[Part], page_size: int, device: torch.device, reproducible: 
             rows = [first + place for place in places]
             seen = [part.start + place for place in places]
             short = max(tile - len(rows), 0)  # a tile that is not full computes its first query again
-            used = part.pages[: seen[-1] // page_size + 1]
+            used = table[part.row][: seen[-1] // page_size + 1]
             size = len(rows) + short, 1 << (len(used) - 1).bit_length()
             if not tile and len(rows) > 1:
                 size = -first, len(used)  # alone

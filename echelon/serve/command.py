@@ -58,8 +58,25 @@ Record = Annotated[
         help="A new folder for a record of the ranks' communication, for `echelon trace`.", rich_help_panel=_HOW
     ),
 ]
+Fused = Annotated[
+    bool, typer.Option("--fused/--no-fused", help="The engine's own kernels, on a GPU.", rich_help_panel=_HOW)
+]
+Graphs = Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs for answers.", rich_help_panel=_HOW)]
+Ahead = Annotated[
+    bool,
+    typer.Option(
+        "--ahead/--no-ahead", help="Launch a step before the last one's tokens are known.", rich_help_panel=_HOW
+    ),
+]
 CacheGib = Annotated[
-    float, typer.Option(help="For keys and values; 0: a share of what is free.", rich_help_panel=_LIMITS)
+    float,
+    typer.Option(help="For keys and values; 0: a share of what is free, on a GPU all of it.", rich_help_panel=_LIMITS),
+]
+TokenBudget = Annotated[
+    int, typer.Option(help="Most tokens of a step; 0: 512, on a GPU 8192.", rich_help_panel=_LIMITS)
+]
+MostRunning = Annotated[
+    int, typer.Option(help="Most requests in a step; 0: 64, on a GPU 256.", rich_help_panel=_LIMITS)
 ]
 
 
@@ -74,12 +91,15 @@ def serve(
     quantize: Quantize = "none",
     threads: Threads = 0,
     reproducible: Reproducible = False,
+    fused: Fused = True,
+    graphs: Graphs = True,
+    ahead: Ahead = True,
     record: Record = None,
     context: Context = 0,
     cache_gib: CacheGib = 0.0,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.", rich_help_panel=_LIMITS)] = 16,
-    token_budget: Annotated[int, typer.Option(help="Most tokens of a step.", rich_help_panel=_LIMITS)] = 512,
-    most_running: Annotated[int, typer.Option(help="Most requests in a step.", rich_help_panel=_LIMITS)] = 64,
+    token_budget: TokenBudget = 0,
+    most_running: MostRunning = 0,
     most_waiting: Annotated[int, typer.Option(help="More are refused (429).", rich_help_panel=_LIMITS)] = 1024,
     slo: Annotated[
         str,
@@ -118,6 +138,9 @@ def generate(
     quantize: Quantize = "none",
     threads: Threads = 0,
     reproducible: Reproducible = False,
+    fused: Fused = True,
+    graphs: Graphs = True,
+    ahead: Ahead = True,
     record: Record = None,
     context: Context = 0,
     cache_gib: CacheGib = 0.0,

@@ -14,20 +14,20 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from echelon.models import counter
 from echelon.models.tokenizer import Bytes
-from echelon.serve import memory
-from echelon.serve.attention import Part
+from echelon.serve import memory, way
 from echelon.serve.cache import Pages
 from echelon.serve.metrics import Metrics
 from echelon.serve.request import Answer, BadRequest, EngineFailed, Finish, Logprob, Piece, Refused, SamplingParams
 from echelon.serve.runner import Runner
-from echelon.serve.sample import Draw, sample
+from echelon.serve.sample import Chosen, Draw
 from echelon.serve.scheduler import Scheduler, Span
 from echelon.serve.scheduler import Sequence as Scheduled
 from echelon.serve.settings import Settings
@@ -45,17 +45,22 @@ class _Writing:
     """One answer of a request, while it is written."""
 
     def __init__(self, stream: Stream, index: int, key: tuple[int, int], limit: int, priority: int, text: Text) -> None:
-        self.stream, self.index, self.key = stream, index, key
+        self.stream, self.index = stream, index
         self.sequence = Scheduled(list(stream.prompt), limit, priority)
+        self.draw = Draw(stream.params, key, self.sequence.tokens, self.sequence.prompt)
         self.writer = Writer(text, stream.params.stop, stream.prompt)
+        self.generated = 0  # tokens
         self.arrived = self.last_token = time.perf_counter()
 
-    @property
-    def generated(self) -> int:
-        return len(self.sequence.tokens) - self.sequence.prompt
 
-    def draw(self) -> Draw:
-        return Draw(self.stream.params, self.key, self.sequence.tokens, self.sequence.prompt)
+class _Flight(NamedTuple):
+    """A step that is under way: its spans, and whose next tokens it draws."""
+
+    spans: list[Span]
+    last: list[_Writing]
+    chosen: Chosen | None
+    began: float
+    can_be_followed: bool  # by a step that is launched before this one's tokens are known
 
 
 class Engine:
@@ -72,7 +77,7 @@ class Engine:
         name: str = "model",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.settings = settings = settings or Settings()
+        self.settings = settings = (settings or Settings()).on(next(model.parameters()).device)
         self.name, self.text = name, text or Text(Bytes())
         self.metrics = Metrics()
         self.failed: BaseException | None = None
@@ -82,15 +87,20 @@ class Engine:
                 f"context={settings.context}, but the model has learned positions for {model.config.context} tokens: "
                 f"at most that"
             )
-        pages = memory.pages(model, settings, group)
-        self._runner = Runner(
-            model, pages=pages, page_size=settings.page_size, reproducible=settings.reproducible, group=group
+        shape = memory.shape(model, settings, group)
+        self._runner = Runner(model, shape, settings, group=group)
+        choice = way.choose(model, settings)
+        self._is_ahead = choice.ahead
+        cache = shape.pages * memory.page_bytes(model, shape.page_size) / 2**30
+        self.how = (
+            f"{way.device_text(model)}; {choice}; {shape.pages:,} pages of {shape.page_size} tokens ({cache:.1f} GiB), "
+            f"{settings.most_running} requests and {settings.token_budget:,} tokens in a step"
         )
-        self.context = min(settings.context or model.config.context, pages * settings.page_size)
+        self.context = memory.context(model, settings, shape.pages)
         self._vocabulary = int(model.config.vocabulary)
         self._pacer = None if settings.slo is None else Pacer(settings.slo, settings.token_budget)
         self._scheduler = Scheduler(
-            Pages(pages, settings.page_size),
+            Pages(shape.pages, settings.page_size),
             budget=settings.token_budget,
             most_running=settings.most_running,
             pace=self._pacer,
@@ -98,7 +108,7 @@ class Engine:
         self._writing: dict[Scheduled, _Writing] = {}
         self._later: dict[Stream, list[_Writing]] = {}  # further answers: they begin when the first has read the prompt
         self._changed = threading.Condition()
-        self._ended: float | None = None  # when the last step did, if another follows at once
+        self._landed = 0.0  # when the last step did
         self._is_draining = self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -216,9 +226,14 @@ class Engine:
             self._changed.notify_all()
 
     def _loop(self) -> None:
+        """A step is launched before the one before it is landed, so that the device need not wait for this thread."""
+        flight: _Flight | None = None
         try:
-            while self._wait():
-                self._step()
+            while self._wait(flight is not None):
+                following = self._launch() if flight is None or flight.can_be_followed else None
+                if flight is not None:
+                    self._land(flight)
+                flight = following
             self._runner.end()
         except BaseException as error:
             self.failed = error
@@ -235,14 +250,13 @@ class Engine:
         failure.__cause__ = self.failed
         return failure
 
-    def _wait(self) -> bool:
-        """Until there is something to compute; false when the engine shall end."""
+    def _wait(self, flying: bool) -> bool:
+        """Until there is something to compute, or to land; false when the engine shall end."""
         with self._changed:
             while not self._is_closing:
                 self._leave_cancelled()
-                if self._writing:
+                if self._writing or flying:
                     return True
-                self._ended = None
                 if self._pacer is not None:
                     self._pacer.pause()
                 if not self._changed.wait(_REST_SECONDS):
@@ -259,30 +273,46 @@ class Engine:
             self._changed.notify_all()
             self._report(tokens=0, seconds=0.0)
 
-    def _step(self) -> None:
-        began = self._ended or time.perf_counter()  # whoever answers waits from one token to the next
+    def _launch(self) -> _Flight | None:
+        """Begin the next step, if there is something that it can compute."""
+        began = time.perf_counter()
         scheduler = self._scheduler
         with self._changed:
             before = scheduler.counts
             spans = scheduler.schedule()
             preempted, asked, found = (new - old for new, old in zip(scheduler.counts, before, strict=True))
+            parts = [span.part() for span in spans]
+            last = [self._writing[span.sequence] for span in spans if span.is_last]
+            draws = [writing.draw for writing in last]
         self.metrics.preempted(preempted)
         self.metrics.prefix(asked, found)
-        logits_RV = self._runner.run([_part(span) for span in spans])
-        last = [self._writing[span.sequence] for span in spans if span.is_last]
-        chosen = sample(logits_RV, [writing.draw() for writing in last]) if last else []
-        now = time.perf_counter()
+        if not spans:
+            return None
+        chosen = self._runner.launch(parts, draws)
+        can_be_followed = self._is_ahead and not any(draw.looks_back for draw in draws)
         with self._changed:
             scheduler.advance(spans)
-            for writing, token in zip(last, chosen, strict=True):
+        return _Flight(spans, last, chosen, began, can_be_followed)
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a step's tokens, and give them to those who still want them."""
+        chosen = [] if flight.chosen is None else flight.chosen.result()
+        now = time.perf_counter()
+        seconds = now - max(self._landed, flight.began)  # whoever answers waits from one token to the next
+        self._landed = now
+        with self._changed:
+            taken = [each for each in zip(flight.last, chosen, strict=True) if each[0].sequence in self._writing]
+            for wait, count in Counter(now - writing.last_token for writing, _ in taken if writing.generated).items():
+                self.metrics.next_token(wait, count)
+            for writing, token in taken:
+                self._scheduler.settle(writing.sequence, token.token)
                 self._take(writing, token, now)
             self._changed.notify_all()  # those who wait for room, or for the end
-            tokens = sum(span.count for span in spans)
+            tokens = sum(span.count for span in flight.spans)
             if self._pacer is not None:
-                answering = sum(span.answers for span in spans)
-                self._pacer.took(answering, tokens - answering, now - began)
-            self._report(tokens, now - began)
-            self._ended = now
+                answering = sum(span.answers for span in flight.spans)
+                self._pacer.took(answering, tokens - answering, seconds)
+            self._report(tokens, seconds)
 
     def _report(self, tokens: int, seconds: float) -> None:
         running, waiting, pages = self._scheduler.running, self._scheduler.waiting, self._scheduler.pages
@@ -291,20 +321,18 @@ class Engine:
     def _take(self, writing: _Writing, token: Logprob, now: float) -> None:
         """The next token of an answer."""
         stream, sequence, params = writing.stream, writing.sequence, writing.stream.params
-        if writing.generated:
-            self.metrics.next_token(now - writing.last_token)
-        else:
+        if not writing.generated:
             self.metrics.first_token(now - writing.arrived)
             for further in self._later.pop(stream, []):
                 self._begin(further)
         writing.last_token = now
-        sequence.tokens.append(token.token)
+        writing.generated += 1
         ends = token.token in self.text.ends and not params.ignore_eos
         text = "" if ends else writing.writer.write(token.token)
         finish: Finish | None = None
         if ends or writing.writer.stopped:
             finish = "stop"
-        elif len(sequence.tokens) >= sequence.limit:
+        elif sequence.prompt + writing.generated >= sequence.limit:
             finish = "length"
         if finish is not None:
             text += writing.writer.finish()
@@ -323,8 +351,3 @@ class Engine:
             self._pacer.ended(now)
         self.metrics.finished(finish, now - writing.arrived, writing.sequence.prompt, writing.generated)
         writing.stream.put(piece)
-
-
-def _part(span: Span) -> Part:
-    sequence = span.sequence
-    return Part(span.start, sequence.tokens[span.start : span.start + span.count], sequence.pages, span.is_last)

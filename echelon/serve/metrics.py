@@ -1,6 +1,6 @@
 """What the engine counts, told in Prometheus's text format, and as figures of the last minutes for the page.
 
-The engine's thread calls the first group of methods, once a token at most, so each does little under one lock. The
+The engine's thread calls the first group of methods, a few times a step, so each does little under one lock. The
 names are those of vLLM with another prefix, so that its dashboards need only that changed.
 """
 
@@ -30,9 +30,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def add(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
 
 
 class Recent:
@@ -41,8 +41,8 @@ class Recent:
     def __init__(self) -> None:
         self._values: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
 
-    def add(self, now: float, value: float) -> None:
-        self._values.append((now, value))
+    def add(self, now: float, value: float, count: int = 1) -> None:
+        self._values.extend([(now, value)] * count)
 
     def percentiles(self, now: float) -> dict[str, float | None]:
         values = sorted(value for when, value in self._values if now - when <= PERCENTILE_SECONDS)
@@ -101,13 +101,13 @@ class Metrics:
             self._recent_first.add(now, seconds)
             self._generated.add(now, 1)
 
-    def next_token(self, seconds: float) -> None:
-        """An answer has gone on by a token, so long after the one before."""
+    def next_token(self, seconds: float, count: int = 1) -> None:
+        """So many answers have gone on by a token, so long after the one before."""
         with self._lock:
             now = self._clock()
-            self._next.add(seconds)
-            self._recent_next.add(now, seconds)
-            self._generated.add(now, 1)
+            self._next.add(seconds, count)
+            self._recent_next.add(now, seconds, count)
+            self._generated.add(now, count)
 
     def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
         """A request has ended, so long after it arrived."""

@@ -38,6 +38,9 @@ class Options:
     most_running: int = Settings.most_running
     most_waiting: int = Settings.most_waiting
     reproducible: bool = Settings.reproducible
+    fused: bool = Settings.fused
+    graphs: bool = Settings.graphs
+    ahead: bool = Settings.ahead
     slo: str = ""  # as `Slo.parse` reads it
     host: str = "127.0.0.1"
     port: int = 8000

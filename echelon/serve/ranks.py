@@ -107,5 +107,5 @@ def _follow(model: Any, settings: Settings, group: dist.ProcessGroup) -> None:
     """The first rank hears signals, and tells this one when the end has come."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    pages = memory.pages(model, settings, group)
-    Runner(model, pages=pages, page_size=settings.page_size, reproducible=settings.reproducible, group=group).follow()
+    settings = settings.on(next(model.parameters()).device)
+    Runner(model, memory.shape(model, settings, group), settings, group=group).follow()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Finish = Literal["stop", "length", "cancelled"]
 _HUGE = 1e300
@@ -68,8 +68,7 @@ class SamplingParams:
             raise BadRequest(f"stop has {len(self.stop)} texts: {MOST_STOPS} are the most", "stop")
 
 
-@dataclass(frozen=True)
-class Logprob:
+class Logprob(NamedTuple):
     """A token of an answer, how likely it was, and the likeliest ones in its place with theirs."""
 
     token: int
@@ -77,7 +76,7 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # and not frozen, which takes three times as long to make: there is one for each token
 class Piece:
     """What a step added to one of a request's answers. The text may lag behind the tokens: a character can take
     several, and what may become a stop text is held back.

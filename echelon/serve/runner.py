@@ -1,8 +1,9 @@
-"""The model and its cache on this rank: computes the parts of a step, and gives the logits of those that want them.
+"""The model and its cache on this rank: computes the parts of a step, and draws the next tokens of those that want one.
 
 With tensor parallelism every rank has a runner over its shard of the model. The first one tells the others what to
-compute, by one broadcast a step, and alone gets the logits; the others `follow`. A rank that waits for a broadcast
-keeps a core busy, as MPI does; so when there is nothing to do for a while the others rest, waiting at the job's store.
+compute, by one broadcast a step, and alone gets the logits, and draws; the others `follow`. A rank that waits for a
+broadcast keeps a core busy, as MPI does; so when there is nothing to do for a while the others rest, waiting at the
+job's store.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from echelon.comm.torch_compat import default_store
-from echelon.serve import fixed, memory
-from echelon.serve.attention import PagedAttention, Part, plan
+from echelon.serve import way
+from echelon.serve.sample import Chosen, Draw
+from echelon.serve.settings import Settings
+from echelon.serve.step import Part, Shape, pack, unpack
 
 _END, _STEP, _REST = range(3)
 _LONG = timedelta(days=365)
@@ -24,40 +26,22 @@ _FIRST = 512  # numbers that the first broadcast of a step holds; most steps nee
 
 
 class Runner:
-    """`pages` of `page_size` tokens for each layer; `group` has the ranks that share the model."""
+    """`shape` is that of the cache; `group` has the ranks that share the model."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        pages: int,
-        page_size: int,
-        reproducible: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, model: Any, shape: Shape, settings: Settings, *, group: dist.ProcessGroup | None = None) -> None:
         self.model = model.eval()
-        self.device = next(model.parameters()).device
-        self._page_size, self._reproducible = page_size, reproducible
         self._group = group if group is not None and group.size() > 1 else None
         self._rests, self._is_resting = 0, False
-        self._layers = [
-            PagedAttention(
-                (pages, page_size, memory.kv_heads(block.attention), block.attention.head_dim),
-                model.norm.weight,
-                reproducible,
-            )
-            for block in model.blocks
-        ]
-        for block, layer in zip(model.blocks, self._layers, strict=True):
-            block.attention.attend = layer
-        if reproducible:
-            fixed.fix(model)
+        self._way = way.build(model, shape, settings)
 
-    def run(self, parts: list[Part]) -> Tensor:
-        """The logits after the last tokens of those parts that want them, in their order."""
+    @torch.inference_mode()
+    def launch(self, parts: list[Part], draws: list[Draw]) -> Chosen | None:
+        """Begin a step; `draws` tell how the next tokens are drawn of those parts that want one, in their order. None
+        if none does.
+        """
         if self._group is not None:
-            self._tell(_pack(parts))
-        return self._compute(parts)
+            self._tell([_STEP, *pack(parts)])
+        return self._way.launch(parts, draws)
 
     def rest(self) -> None:
         """There is nothing to do for now: the other ranks need not look for it all the time."""
@@ -72,24 +56,14 @@ class Runner:
         if self._group is not None:
             self._tell([_END])
 
+    @torch.inference_mode()
     def follow(self) -> None:
         """On another rank than the first: compute what it computes, until it says that this is the end."""
         while (told := self._hear())[0] != _END:
             if told[0] == _REST:
                 default_store().wait([_waking(told[1])], _LONG)
             else:
-                self._compute(_unpack(told))
-
-    @torch.inference_mode()
-    def _compute(self, parts: list[Part]) -> Tensor:
-        step = plan(parts, self._page_size, self.device, self._reproducible)
-        for layer in self._layers:
-            layer.step = step
-        hidden_1TD = self.model(step.tokens_T.unsqueeze(0), positions_S=step.positions_T, hidden=True)
-        if not len(step.last_R):
-            return torch.empty(0, 0)
-        logits_RV: Tensor = self.model.head(hidden_1TD[0, step.last_R])
-        return logits_RV
+                self._way.launch(unpack(told[1:]), None)
 
     def _tell(self, numbers: list[int]) -> None:
         if self._is_resting:
@@ -115,20 +89,3 @@ class Runner:
 def _waking(rest: int) -> str:
     """The key in the store that ends a rest."""
     return f"echelon/serve/{rest}"
-
-
-def _pack(parts: list[Part]) -> list[int]:
-    numbers = [_STEP, len(parts)]
-    for part in parts:
-        numbers += [part.start, part.is_last, len(part.tokens), len(part.pages), *part.tokens, *part.pages]
-    return numbers
-
-
-def _unpack(numbers: list[int]) -> list[Part]:
-    parts, place = [], 2
-    for _ in range(numbers[1]):
-        start, is_last, tokens, pages = numbers[place : place + 4]
-        middle, end = place + 4 + tokens, place + 4 + tokens + pages
-        parts.append(Part(start, numbers[place + 4 : middle], numbers[middle:end], bool(is_last)))
-        place = end
-    return parts

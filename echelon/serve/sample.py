@@ -3,97 +3,170 @@
 Chance is a hash of the request's seed, the answer's number and the token's place (models/counter.py), added to the
 logits as Gumbel noise: the largest sum is a draw from their distribution. So what is drawn depends on nothing else: not
 on other requests, nor on how often a sequence was pre-empted.
+
+What draws depend on goes to the device as columns of numbers, a row for each sequence; what was drawn stays there until
+it is asked for (`Chosen.result`), so that whoever launches steps need not wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.models import counter
 from echelon.serve.request import Logprob, SamplingParams
 
+COLUMNS = 7  # numbers of 32 bits that a draw depends on: see `columns`
 _COLD = 1e-5  # temperatures up to which only the likeliest token is drawn
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What the next token of one sequence is drawn by: its tokens so far, of which some are the prompt's."""
+    """What the next token of one sequence is drawn by: its tokens so far, of which some are the prompt's. Their values
+    count only where the draw `looks_back`.
+    """
 
     params: SamplingParams
     key: tuple[int, int]
     tokens: list[int]
     prompt: int
 
-
-def sample(logits_RV: Tensor, draws: list[Draw]) -> list[Logprob]:
-    """A token for each row, with how likely it was if that is asked for (by the model, before any filter)."""
-    logits_RV = logits_RV.float()
-    told_R = _logprobs(logits_RV, draws)
-    logits_RV = _penalize(logits_RV, draws)
-    chosen_R = logits_RV.argmax(-1)
-    chance = [row for row, draw in enumerate(draws) if draw.params.temperature > _COLD]
-    if chance:
-        by_chance = [draws[row] for row in chance]
-        chosen_R[chance] = _draw(logits_RV[chance], by_chance)
-    return [
-        Logprob(token, *told(token)) if told else Logprob(token, 0.0)
-        for token, told in zip(chosen_R.tolist(), told_R, strict=True)
-    ]
+    @cached_property
+    def looks_back(self) -> bool:
+        params = self.params
+        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def _draw(logits_RV: Tensor, draws: list[Draw]) -> Tensor:
-    device = logits_RV.device
+class Chosen:
+    """The tokens that a step has drawn, on the device; and how likely they were, where that was asked for (by the
+    model, before any filter).
+    """
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+    def __init__(self, tokens_R: Tensor, logprobs_RV: Tensor | None, draws: list[Draw]) -> None:
+        self.tokens_R = tokens_R
+        asked = [draw.params.logprobs for draw in draws]
+        self._asked = asked if any(count is not None for count in asked) else None
+        kept: list[Tensor] = [tokens_R]
+        if logprobs_RV is not None:
+            top = logprobs_RV.topk(min(max(count or 0 for count in asked), logprobs_RV.shape[1]))
+            kept += [logprobs_RV.gather(1, tokens_R[:, None]), top.values, top.indices]
+        self._kept, self._copied = _to_host(kept)
 
+    def result(self) -> list[Logprob]:
+        """Waits until the step has been computed."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, *likely = (each.tolist() for each in self._kept)
+        if self._asked is None:
+            return [Logprob(token, 0.0) for token in tokens]
+        told = []
+        for token, count, (own,), values, places in zip(tokens, self._asked, *likely, strict=True):
+            top = tuple(zip(places[:count], values[:count], strict=True))
+            told.append(Logprob(token, 0.0) if count is None else Logprob(token, own, top))
+        return told
+
+
+def columns(draws: list[Draw]) -> NDArray[np.int32]:
+    """A row each for temperature, min_p, top_p (fp32, by their bits), top_k, the key's two words, and the place."""
     params = [draw.params for draw in draws]
-    logits_RV = logits_RV / column([each.temperature for each in params])
-    if any(each.min_p > 0 for each in params):
-        likeliest = logits_RV.max(-1, keepdim=True).values
-        logits_RV = logits_RV.masked_fill(
-            logits_RV < likeliest + column([each.min_p for each in params]).log(), -torch.inf
-        )
-    if any(each.top_k or each.top_p < 1 for each in params):
-        logits_RV = _likeliest(logits_RV, [each.top_k for each in params], column([each.top_p for each in params]))
-    return (logits_RV + _gumbel(draws, logits_RV.shape[1], device)).argmax(-1)
+    floats = [
+        [each.temperature if each.temperature > _COLD else 0.0 for each in params],
+        [each.min_p for each in params],
+        [each.top_p for each in params],
+    ]
+    whole = [
+        [each.top_k for each in params],
+        [draw.key[0] for draw in draws],
+        [draw.key[1] for draw in draws],
+        [len(draw.tokens) for draw in draws],
+    ]
+    return np.concatenate([np.array(floats, np.float32).view(np.int32), np.array(whole, np.int32)])
 
 
-def _likeliest(logits_RV: Tensor, top_k: list[int], top_p_R1: Tensor) -> Tensor:
-    """The others can no more be drawn. A token stays as long as those before it have less than `top_p` together."""
+def sample(
+    logits_RV: Tensor,
+    draws: list[Draw],
+    columns_CR: Tensor | None = None,
+    draw: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Chosen:
+    """A token for each row. The columns may be on the device already, and `draw` be faster than `draw_plainly`."""
+    params = [draw.params for draw in draws]
+    if columns_CR is None:
+        columns_CR = torch.from_numpy(columns(draws)).to(logits_RV.device)
+    has_told = any(each.logprobs is not None for each in params)
+    logprobs_RV = logits_RV.float().log_softmax(-1) if has_told else None
+    logits_RV = _penalize(logits_RV, draws)
+    temperature_R, min_p_R, top_p_R = columns_CR[:3].view(torch.float32)
+    top_k_R, keys_2R, places_R = columns_CR[3], columns_CR[4:6], columns_CR[6]
+    by_chance = [each for each in params if each.temperature > _COLD]
+    has_limit = any(each.top_k or each.top_p < 1 for each in by_chance)
+    if has_limit or any(each.min_p > 0 for each in by_chance):
+        logits_RV = _likely(logits_RV, temperature_R, min_p_R, top_p_R, top_k_R, has_limit)
+    if draw is None:
+        draw = partial(draw_plainly, has_chance=bool(by_chance))
+    chosen_R = draw(logits_RV, temperature_R, keys_2R, places_R)
+    return Chosen(chosen_R, logprobs_RV, draws)
+
+
+def draw_plainly(
+    logits_RV: Tensor, temperature_R: Tensor, keys_2R: Tensor, places_R: Tensor, has_chance: bool = True
+) -> Tensor:
+    """The likeliest token of each row where the temperature is 0, and by chance elsewhere."""
+    logits_RV = logits_RV.float()
+    if not has_chance:
+        return logits_RV.argmax(-1)
+    is_cold_R1 = (temperature_R == 0).unsqueeze(1)
+    warm_RV = logits_RV / temperature_R.unsqueeze(1).masked_fill(is_cold_R1, 1.0)
+    return torch.where(is_cold_R1, logits_RV, warm_RV + _gumbel(keys_2R, places_R, logits_RV.shape[1])).argmax(-1)
+
+
+def _gumbel(keys_2R: Tensor, places_R: Tensor, vocabulary: int) -> Tensor:
+    key = keys_2R[0], keys_2R[1].unsqueeze(1)
+    hashed_RV = counter.elements(key, counter.rows(key, places_R), torch.arange(vocabulary, device=keys_2R.device))
+    between_0_and_1 = (((hashed_RV >> 9) & 0x7FFFFF).float() + 0.5) / 2**23  # of which fp32 holds every bit
+    return -(-between_0_and_1.log()).log()
+
+
+def _likely(
+    logits_RV: Tensor, temperature_R: Tensor, min_p_R: Tensor, top_p_R: Tensor, top_k_R: Tensor, has_limit: bool
+) -> Tensor:
+    """Those that min_p, top_k and top_p leave, one after the other; the others can no more be drawn."""
+    logits_RV = logits_RV.float()
+    warm_RV = logits_RV / temperature_R.where(temperature_R > 0, 1.0).unsqueeze(1)
+    dropped_RV = warm_RV < warm_RV.amax(-1, keepdim=True) + min_p_R.unsqueeze(1).log()
+    if has_limit:
+        dropped_RV |= _beyond_limit(warm_RV.masked_fill(dropped_RV, -torch.inf), top_k_R, top_p_R.unsqueeze(1))
+    return logits_RV.masked_fill(dropped_RV & (temperature_R > 0).unsqueeze(1), -torch.inf)
+
+
+def _beyond_limit(logits_RV: Tensor, top_k_R: Tensor, top_p_R1: Tensor) -> Tensor:
+    """A token stays as long as those before it are fewer than `top_k`, and have less than `top_p` together."""
     sorted_RV, places_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     vocabulary = logits_RV.shape[1]
-    most_R1 = torch.tensor([min(k or vocabulary, vocabulary) for k in top_k], device=logits_RV.device).unsqueeze(1)
-    sorted_RV = sorted_RV.masked_fill(torch.arange(vocabulary, device=logits_RV.device) >= most_R1, -torch.inf)
-    probabilities_RV = sorted_RV.softmax(-1)
+    most_R1 = top_k_R.where(top_k_R > 0, vocabulary).unsqueeze(1)
+    too_many_RV = torch.arange(vocabulary, device=logits_RV.device) >= most_R1
+    probabilities_RV = sorted_RV.masked_fill(too_many_RV, -torch.inf).softmax(-1)
     before_RV = probabilities_RV.cumsum(-1) - probabilities_RV
     before_RV[:, 0] = -1  # the likeliest always stays
-    sorted_RV = sorted_RV.masked_fill((before_RV >= top_p_R1) & (top_p_R1 < 1), -torch.inf)
-    return torch.full_like(logits_RV, -torch.inf).scatter_(1, places_RV, sorted_RV)
-
-
-def _gumbel(draws: list[Draw], vocabulary: int, device: torch.device) -> Tensor:
-    columns_V = torch.arange(vocabulary, device=device)
-    rows = []
-    for draw in draws:
-        row = counter.rows(draw.key, torch.tensor(len(draw.tokens), device=device))
-        rows.append(counter.elements(draw.key, row, columns_V))
-    between_0_and_1 = ((torch.stack(rows) >> 8).double() + 2**23 + 0.5) / 2**24
-    return -(-between_0_and_1.log()).log().float()
+    too_many_RV |= (before_RV >= top_p_R1) & (top_p_R1 < 1)
+    return torch.empty_like(too_many_RV).scatter_(1, places_RV, too_many_RV)
 
 
 def _penalize(logits_RV: Tensor, draws: list[Draw]) -> Tensor:
-    copied = False
+    if not any(draw.looks_back for draw in draws):
+        return logits_RV
+    logits_RV = logits_RV.float().clone()
     for row, draw in enumerate(draws):
-        params = draw.params
-        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0):
+        if not draw.looks_back:
             continue
-        if not copied:
-            logits_RV, copied = logits_RV.clone(), True
-        here = logits_RV[row]
+        params, here = draw.params, logits_RV[row]
         if params.repetition_penalty != 1:
             seen = torch.tensor(sorted(set(draw.tokens)), device=here.device)
             old = here[seen]
@@ -104,20 +177,13 @@ def _penalize(logits_RV: Tensor, draws: list[Draw]) -> Tensor:
     return logits_RV
 
 
-class _Told:
-    """The logprob of a token of one row, and the likeliest tokens with theirs."""
-
-    def __init__(self, logprobs_V: Tensor, top: int) -> None:
-        self._logprobs_V = logprobs_V
-        values, tokens = logprobs_V.topk(min(top, len(logprobs_V)))
-        self._top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-
-    def __call__(self, token: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-        return self._logprobs_V[token].item(), self._top
-
-
-def _logprobs(logits_RV: Tensor, draws: list[Draw]) -> list[_Told | None]:
-    return [
-        None if draw.params.logprobs is None else _Told(logits_RV[row].log_softmax(-1), draw.params.logprobs)
-        for row, draw in enumerate(draws)
-    ]
+def _to_host(tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
+    """Copies that are there when the event has come; on the host the tensors themselves."""
+    if not tensors[0].is_cuda:
+        return tensors, None
+    copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+    for copy, each in zip(copies, tensors, strict=True):
+        copy.copy_(each, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return copies, copied

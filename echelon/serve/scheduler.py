@@ -6,6 +6,9 @@ prompt is taken in chunks, as large as the budget leaves; when the last token of
 known. So prompts and answers are the same thing, and a request that was pre-empted (its pages were needed) is just one
 of which nothing is computed.
 
+A step is under way (`advance`) before its tokens are known (`settle`), and the next may be scheduled in between: then a
+request has a token of which only the place is known, and goes on from it.
+
 Order is by priority, then arrival. In it requests are admitted, when memory is there for all that they hold; in it they
 share the budget; and from its end they are pre-empted. So the first of them always advances, and in the end all do.
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from echelon.serve.cache import ROOT, Pages
+from echelon.serve.step import PENDING, Part
 
 
 @dataclass(eq=False)
@@ -30,7 +34,9 @@ class Sequence:
     number: int = 0  # of its arrival
     prompt: int = field(init=False)
     computed: int = 0
+    row: int = -1  # while it runs, in the table of pages
     pages: list[int] = field(default_factory=list)
+    told: int = 0  # of its pages, those that have been put into the table
     named: int = 0  # of its pages, those whose content has a number
     content: int = ROOT  # the last such number
     cached: int | None = None  # of the prompt, what was found in the cache when it was first admitted
@@ -47,8 +53,18 @@ class Sequence:
         """Tokens that are there and not computed."""
         return len(self.tokens) - self.computed
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether its last token is still to come, from a step that is under way."""
+        return self.tokens[-1] == PENDING
 
-@dataclass(frozen=True)
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more of it is to be computed; its last token may be pending."""
+        return len(self.tokens) >= self.limit
+
+
+@dataclass(slots=True)
 class Span:
     """What a step computes of a sequence: `count` tokens from `start` on."""
 
@@ -57,9 +73,12 @@ class Span:
     count: int
     is_last: bool  # whether the next token will be known
 
-    @classmethod
-    def of(cls, sequence: Sequence, count: int) -> Span:
-        return cls(sequence, sequence.computed, count, count == sequence.left)
+    def part(self) -> Part:
+        """It, to be computed: the pages that it needs are told, once."""
+        sequence, told = self.sequence, self.sequence.told
+        sequence.told = len(sequence.pages)
+        tokens = sequence.tokens[self.start : self.start + self.count]
+        return Part(sequence.row, self.start, tokens, told, sequence.pages[told:], self.is_last)
 
     @property
     def answers(self) -> bool:
@@ -95,6 +114,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both in order
         self.running: list[Sequence] = []
         self._arrived = 0
+        self._rows = list(range(most_running))[::-1]  # which nobody has
         self.counts = Counts()
 
     def add(self, sequence: Sequence) -> None:
@@ -111,43 +131,60 @@ class Scheduler:
         self._free(sequence)
 
     def schedule(self) -> list[Span]:
-        """The spans of the next step; none if nothing is there to do."""
-        answering = sum(sequence.left == 1 for sequence in self.running)
+        """The spans of the next step, those of one token first; none if nothing is there to do."""
+        answering = sum(sequence.left == 1 and not sequence.is_complete for sequence in self.running)
         budget = self._budget if self.pace is None else min(self._budget, self.pace.budget(answering))
         spans: dict[Sequence, Span] = {}
         pressed = False
         spare = max(budget - answering, 0)  # for prompts: each answer is sure of its next token
         for sequence in list(self.running):
-            if sequence not in self.running:
+            if sequence.row < 0:
                 break  # pre-empted, as all after it
-            count = min(sequence.left, spare) if sequence.left > 1 else 1
+            if sequence.is_complete:
+                continue
+            left = sequence.left
+            count = min(left, spare) if left > 1 else 1
             while count and not self._reserve(sequence, sequence.computed + count):
                 pressed = True
                 if self._preempt(spans) is sequence:
                     count = 0
             if count:
-                spare -= count if sequence.left > 1 else 0
-                spans[sequence] = Span.of(sequence, count)
-        while not pressed and spare > 0 and self.waiting and self._admit(self.waiting[0], spans):
+                spare -= count if left > 1 else 0
+                spans[sequence] = Span(sequence, sequence.computed, count, count == left)
+        while not pressed and spare > 0 and self.waiting:
+            if self.waiting[0].is_pending or not self._admit(self.waiting[0], spans):
+                break
             sequence = self.waiting.pop(0)
             bisect.insort(self.running, sequence, key=_order)
             count = min(sequence.left, spare)
             self._reserve(sequence, sequence.computed + count)
-            spans[sequence] = Span.of(sequence, count)
+            spans[sequence] = Span(sequence, sequence.computed, count, count == sequence.left)
             spare -= count
-        return list(spans.values())
+        return sorted(spans.values(), key=_has_many)
 
     def advance(self, spans: list[Span]) -> None:
-        """The step was taken: what it computed is in the cache."""
-        size = self.pages.size
+        """The step is under way: for all steps after it what it computes is in the cache."""
         for span in spans:
             sequence = span.sequence
             sequence.computed = span.start + span.count
-            while (sequence.named + 1) * size <= sequence.computed:
-                first = sequence.named * size
-                tokens = sequence.tokens[first : first + size]
-                sequence.content = self.pages.name(sequence.pages[sequence.named], sequence.content, tokens)
-                sequence.named += 1
+            if span.is_last:
+                sequence.tokens.append(PENDING)
+            self._name(sequence)
+
+    def settle(self, sequence: Sequence, token: int) -> None:
+        """The token that was pending is this one. Another may be by now."""
+        tokens = sequence.tokens
+        tokens[-2 if len(tokens) > 1 and tokens[-2] == PENDING else -1] = token
+        self._name(sequence)
+
+    def _name(self, sequence: Sequence) -> None:
+        """Its pages that are full, of tokens that are known."""
+        size = self.pages.size
+        while (end := (sequence.named + 1) * size) <= sequence.computed and sequence.tokens[end - 1] != PENDING:
+            first = sequence.named * size
+            tokens = sequence.tokens[first:end]
+            sequence.content = self.pages.name(sequence.pages[sequence.named], sequence.content, tokens)
+            sequence.named += 1
 
     def _admit(self, sequence: Sequence, spans: dict[Sequence, Span]) -> bool:
         """Whether it may run now, with what the cache knows of it. A more urgent one takes the place of others."""
@@ -159,6 +196,7 @@ class Scheduler:
                 self._preempt(spans)
         found, content = self.pages.find(sequence.tokens)
         self.pages.share(found)
+        sequence.row = self._rows.pop()
         sequence.pages, sequence.computed = found, len(found) * self.pages.size
         sequence.named, sequence.content = len(found), content
         if sequence.cached is None:
@@ -182,7 +220,8 @@ class Scheduler:
         missing = self.pages.needed(tokens) - len(sequence.pages)
         if missing > self.pages.free:
             return False
-        sequence.pages += [self.pages.take() for _ in range(missing)]
+        for _ in range(missing):
+            sequence.pages.append(self.pages.take())
         return True
 
     def _preempt(self, spans: dict[Sequence, Span]) -> Sequence:
@@ -196,8 +235,15 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.pages.release(sequence.pages)
+        if sequence.row >= 0:
+            self._rows.append(sequence.row)
         sequence.pages, sequence.computed, sequence.named, sequence.content = [], 0, 0, ROOT
+        sequence.row, sequence.told = -1, 0
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
+
+
+def _has_many(span: Span) -> bool:
+    return span.count > 1

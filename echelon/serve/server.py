@@ -107,6 +107,7 @@ async def _serve(
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, told.put_nowait, each)
     serving = asyncio.ensure_future(server.serve([listener]))
+    say(engine.how)
     print(f"serving {engine.name} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
     while told.empty() and engine.failed is None and not serving.done():
         await asyncio.sleep(_WATCH)

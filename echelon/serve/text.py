@@ -138,6 +138,8 @@ class Writer:
         return text[len(before) :]
 
     def _keep_back(self, new: str) -> str:
+        if not self._stops:
+            return new
         text = self._kept + new
         found = [place for place in map(text.find, self._stops) if place >= 0]
         if found:

@@ -325,7 +325,7 @@ def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             stream = client.completions.create(model=MODEL, stream=True, prompt="a", max_tokens=4000, extra_body=ANY)
             next(iter(stream))
             until(lambda: failing.live()["running"] == 2)
-            monkeypatch.setattr(failing.engine._runner, "run", lambda parts: 1 / 0)
+            monkeypatch.setattr(failing.engine._runner, "launch", lambda parts, draws: 1 / 0)
             with pytest.raises(openai.APIError, match="the engine has failed: the server"):
                 list(stream)
         for answer in (live.result(), failing.post("/v1/completions", LONG), failing.plain.get("/health")):
@@ -354,7 +354,7 @@ for line in sys.stdin:
     limit, fails = json.loads(line)
     engine = tiny_engine()
     if fails:
-        engine._runner.run = lambda parts: 1 / 0
+        engine._runner.launch = lambda parts, draws: 1 / 0
     code = serve(engine, listen(port=0), drain_seconds=limit)
     engine.close()
     print("ended with", code, flush=True)

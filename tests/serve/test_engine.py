@@ -270,12 +270,12 @@ def test_a_promise_that_was_broken_once_does_not_refuse_forever() -> None:
 
 def test_waiting_for_requests_is_no_part_of_a_step() -> None:
     engine = Engine(small(), settings=Settings(cache_gib=0.02, slo=Slo(ttft=0.5, tbt=0.5)))
-    stream = engine.open([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
-    next(iter(stream))
-    stream.cancel()
-    engine.drain()
-    time.sleep(0.1)
-    assert engine._ended is None
+    for _ in range(2):
+        engine.generate([[1, 2]], SamplingParams(max_tokens=4, ignore_eos=True))
+        time.sleep(0.5)
+    assert engine._pacer is not None
+    assert len(engine._pacer._steps) == 8
+    assert all(seconds < 0.4 for *_, seconds in engine._pacer._steps)
     engine.close()
 
 
@@ -284,7 +284,9 @@ def test_settings_that_cannot_be() -> None:
         Engine(small("gpt2"), settings=Settings(cache_gib=0.02, context=200))
     with pytest.raises(ValueError, match="page_size=12 does not divide 128"):
         Settings(page_size=12)
-    with pytest.raises(ValueError, match="token_budget=0: at least 1"):
-        Settings(token_budget=0)
+    with pytest.raises(ValueError, match="most_waiting=0: at least 1"):
+        Settings(most_waiting=0)
+    with pytest.raises(ValueError, match="token_budget=-1: it cannot be negative"):
+        Settings(token_budget=-1)
     with pytest.raises(ValueError, match="give it more memory"):
         Engine(small(), settings=Settings(cache_gib=1e-6))

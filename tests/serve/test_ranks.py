@@ -28,8 +28,7 @@ def generate_on_ranks(name: str, settings: Settings, pause: float) -> tuple[list
     model = shards.shard(small(name), group)
     if group.rank() > 0:
         before = os.times()
-        pages = memory.pages(model, settings, group)
-        Runner(model, pages=pages, page_size=16, reproducible=settings.reproducible, group=group).follow()
+        Runner(model, memory.shape(model, settings, group), settings, group=group).follow()
         after = os.times()
         return [], after.user + after.system - before.user - before.system
     engine = Engine(model, settings=settings, group=group)

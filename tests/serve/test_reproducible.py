@@ -10,27 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.serve import fixed
-from echelon.serve.attention import Part
 from echelon.serve.cache import Pages
+from echelon.serve.plain import Plain
 from echelon.serve.request import SamplingParams
-from echelon.serve.runner import Runner
 from echelon.serve.sample import Draw, sample
 from echelon.serve.scheduler import Scheduler, Sequence
+from echelon.serve.step import Shape
 from tests.serve.models import small
 
 PAGES, SIZE = 20, 8
 
 
 @cache
-def runner(name: str) -> Runner:
-    return Runner(small(name), pages=PAGES, page_size=SIZE, reproducible=True)
+def plain(name: str) -> Plain:
+    return Plain(small(name), Shape(PAGES, SIZE, 6, PAGES), reproducible=True)
 
 
 def serve(
     name: str, arrivals: list[tuple[int, list[int], int]], budget: int, most_running: int
 ) -> list[tuple[list[int], list[torch.Tensor]]]:
     """The tokens, and the logits that each was drawn from, of requests that arrive at given steps."""
-    computes = runner(name)
+    computes = plain(name)
     scheduler = Scheduler(Pages(PAGES, SIZE), budget=budget, most_running=most_running)
     sequences = [Sequence(list(prompt), len(prompt) + more) for _, prompt, more in arrivals]
     logits: dict[int, list[torch.Tensor]] = {id(sequence): [] for sequence in sequences}
@@ -43,20 +43,17 @@ def serve(
             if all(when < step for when, _, _ in arrivals):
                 break
             continue
-        rows = computes.run(
-            [
-                Part(x.start, x.sequence.tokens[x.start : x.start + x.count], list(x.sequence.pages), x.is_last)
-                for x in spans
-            ]
-        )
-        scheduler.advance(spans)
+        with torch.inference_mode():
+            rows = computes.compute([span.part() for span in spans])
         last = [span.sequence for span in spans if span.is_last]
         draws = [
             Draw(SamplingParams(seed=0, top_p=0.9), (1, len(each.tokens)), each.tokens, each.prompt) for each in last
         ]
-        for sequence, row, token in zip(last, rows, sample(rows, draws) if last else [], strict=True):
+        chosen = sample(rows, draws).result() if last else []
+        scheduler.advance(spans)
+        for sequence, row, token in zip(last, rows, chosen, strict=True):
             logits[id(sequence)].append(row)
-            sequence.tokens.append(token.token)
+            scheduler.settle(sequence, token.token)
             if len(sequence.tokens) == sequence.limit:
                 scheduler.remove(sequence)
     return [(sequence.tokens, logits[id(sequence)]) for sequence in sequences]
@@ -91,7 +88,7 @@ def test_pre_emption_is_among_what_was_tried() -> None:
         scheduler.advance(spans)
         for span in spans:
             if span.is_last:
-                span.sequence.tokens.append(0)
+                scheduler.settle(span.sequence, 0)
                 if len(span.sequence.tokens) == span.sequence.limit:
                     scheduler.remove(span.sequence)
     assert scheduler.counts.preempted > 0

@@ -19,7 +19,7 @@ DRAWS = 4000
 def drawn(params: SamplingParams, logits: torch.Tensor = LOGITS, tokens: list[int] | None = None) -> dict[int, float]:
     """The shares of the tokens in many draws, each with a seed of its own."""
     draws = [Draw(params, counter.name_key(seed, "0"), [0] if tokens is None else tokens, 1) for seed in range(DRAWS)]
-    found = Counter(each.token for each in sample(logits.expand(DRAWS, -1), draws))
+    found = Counter(each.token for each in sample(logits.expand(DRAWS, -1), draws).result())
     return {token: count / DRAWS for token, count in found.items()}
 
 
@@ -81,16 +81,16 @@ def test_rows_do_not_depend_on_each_other() -> None:
     ]
     logits = torch.randn(32, 300, generator=torch.Generator().manual_seed(0)) * 3
     draws = [Draw(kinds[row % 4], counter.name_key(row, "0"), list(range(row + 1)), 1) for row in range(32)]
-    together = sample(logits, draws)
+    together = sample(logits, draws).result()
     for row in range(32):
-        assert sample(logits[row : row + 1], draws[row : row + 1]) == [together[row]]
+        assert sample(logits[row : row + 1], draws[row : row + 1]).result() == [together[row]]
 
 
 def test_the_seed_decides() -> None:
     logits = torch.zeros(1, 1000)
 
     def at(seed: int, place: int) -> int:
-        return sample(logits, [Draw(SamplingParams(), counter.name_key(seed, "0"), [0] * place, 1)])[0].token
+        return sample(logits, [Draw(SamplingParams(), counter.name_key(seed, "0"), [0] * place, 1)]).result()[0].token
 
     assert at(1, 5) == at(1, 5)
     assert len({at(seed, 5) for seed in range(50)}) > 40

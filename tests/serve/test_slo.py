@@ -81,7 +81,7 @@ def simulate(slo: Slo | None, gap: float, seed: int = 0) -> tuple[float, float, 
                     ttft.append(now - arrived[sequence])
                 last[sequence] = now
                 written += 1
-                sequence.tokens.append(chance.randint(0, 9))
+                scheduler.settle(sequence, chance.randint(0, 9))
                 if len(sequence.tokens) == sequence.limit:
                     scheduler.remove(sequence)
                     pacer.ended(now)

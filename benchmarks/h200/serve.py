@@ -1,0 +1,259 @@
+"""Serving on one GPU: `python3 benchmarks/h200/serve.py [--json FILE] [PART ...]`, from the repository's root.
+
+Random weights in bf16; each part can be asked for alone:
+
+- throughput: Qwen3-0.6B's shape, 256 sequences at once, 100 to 1024 tokens in and out, drawn at temperature 0.6
+- transformers: a Llama of 1.1B and 256 requests with prompts of 32 to 512 tokens, 144 out each, beside transformers'
+  own continuous batching of the same
+- step: a step that writes a token for each of 1 and of 64 sequences, of a Llama of 8B, beside the time in which the GPU
+  reads the bytes that such a step must read: weights, and keys and values
+- where: the time of a step of the first part's model with 256 sequences, by kind of kernel
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from echelon.models.llama import Llama, LlamaConfig  # noqa: E402
+from echelon.parallel import shards  # noqa: E402
+from echelon.serve import memory, way  # noqa: E402
+from echelon.serve.engine import Engine  # noqa: E402
+from echelon.serve.load import load  # noqa: E402
+from echelon.serve.request import SamplingParams  # noqa: E402
+from echelon.serve.sample import Draw  # noqa: E402
+from echelon.serve.settings import Settings  # noqa: E402
+from echelon.serve.step import PENDING, Part, Shape  # noqa: E402
+
+LLAMA_1B = LlamaConfig(vocabulary=32000, context=2048, dim=2048, layers=22, heads=32, kv_heads=4, mlp_dim=5632)
+PUBLISHED = {"mini-sglang": 20_711, "nano-vllm": 19_638}  # tokens a second, on one H200
+CUDA = torch.device("cuda")
+
+
+def throughput() -> dict[str, Any]:
+    chance = random.Random(0)
+    lengths = [(chance.randint(100, 1024), chance.randint(100, 1024)) for _ in range(256)]
+    prompts = [[chance.randrange(10_000) for _ in range(read)] for read, _ in lengths]
+    params = [SamplingParams(max_tokens=write, temperature=0.6, ignore_eos=True) for _, write in lengths]
+    loaded = load("qwen3-0.6b", random=True, device="cuda")
+    began = time.perf_counter()
+    engine = Engine(loaded.model, loaded.text, Settings(context=2048, token_budget=16384, most_running=256))
+    ready = time.perf_counter() - began
+    engine.generate(prompts[:8], SamplingParams(max_tokens=16, ignore_eos=True))
+    began = time.perf_counter()
+    engine.generate(prompts, params)
+    seconds = time.perf_counter() - began
+    engine.close()
+    written = sum(write for _, write in lengths)
+    return {
+        "tokens/s": written / seconds,
+        "seconds": seconds,
+        "tokens out": written,
+        "ready after, s": ready,
+        "published": PUBLISHED,
+    }
+
+
+def beside_transformers() -> dict[str, Any]:
+    chance = random.Random(0)
+    prompts = [[chance.randrange(32000) for _ in range(chance.randint(32, 512))] for _ in range(256)]
+    written = 144 * len(prompts)
+    with torch.device("meta"):
+        model = Llama(LLAMA_1B)
+    ours = shards.load(model, None, lambda each: each.initialize(), device=CUDA, dtype=torch.bfloat16)
+    engine = Engine(ours, settings=Settings(context=1024, token_budget=16384))
+    greedy = SamplingParams(max_tokens=144, temperature=0, ignore_eos=True)
+    engine.generate(prompts[:8], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+    began = time.perf_counter()
+    engine.generate(prompts, greedy)
+    mine = written / (time.perf_counter() - began)
+    engine.close()
+    del engine, ours
+    free()
+    theirs = transformers_speed(prompts)
+    return {"tokens/s": mine, "transformers, tokens/s": theirs, "times": mine / theirs}
+
+
+def transformers_speed(prompts: list[list[int]]) -> float:
+    from transformers import GenerationConfig, LlamaForCausalLM
+    from transformers import LlamaConfig as TheirConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    ours = LLAMA_1B
+    config = TheirConfig(
+        vocab_size=ours.vocabulary,
+        hidden_size=ours.dim,
+        intermediate_size=ours.mlp_dim,
+        num_hidden_layers=ours.layers,
+        num_attention_heads=ours.heads,
+        num_key_value_heads=ours.kv_heads,
+        max_position_embeddings=ours.context,
+        attn_implementation="paged|sdpa",
+        dtype="bfloat16",
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(CUDA):
+        model = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    manager = model.init_continuous_batching(
+        GenerationConfig(do_sample=False, eos_token_id=-1), ContinuousBatchingConfig()
+    )
+    manager.start()
+    seconds = 0.0
+    for rounds, count, tokens in ((0, 4, 8), (1, len(prompts), 144)):
+        began = time.perf_counter()
+        for number, prompt in enumerate(prompts[:count]):
+            manager.add_request(list(prompt), f"{rounds}/{number}", tokens, eos_token_id=-1)
+        done = 0
+        while done < count:
+            result = manager.get_result(timeout=120)
+            assert result is not None, "transformers has not answered in time"
+            done += result.is_finished()
+        seconds = time.perf_counter() - began
+    manager.stop(block=True)
+    return 144 * len(prompts) / seconds
+
+
+def steps() -> dict[str, Any]:
+    loaded = load("llama3-8b", random=True, device="cuda")
+    speed = reading_speed()
+    found: dict[str, Any] = {"reading, TB/s": speed / 1e12}
+    for batch in (1, 64):
+        settings = Settings(context=2048, token_budget=2048, most_running=batch)
+        launch = launcher(loaded.model, settings, batch, length=1024)
+        seconds = timed(launch)
+        must = bytes_of_step(loaded.model, batch, 1024) / speed
+        found[f"batch {batch}"] = {"ms": seconds * 1e3, "reading alone, ms": must * 1e3, "of it": must / seconds}
+        del launch
+        free()
+    return found
+
+
+def where() -> dict[str, Any]:
+    loaded = load("qwen3-0.6b", random=True, device="cuda")
+    settings = Settings(context=2048, token_budget=2048, most_running=256)
+    launch = launcher(loaded.model, settings, 256, length=800)
+    seconds = timed(launch)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(10):
+            launch()
+        torch.cuda.synchronize()
+    kinds: defaultdict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        kinds[kind_of(event.key)] += event.device_time_total / 10 / 1e6
+    kinds["between kernels"] = seconds - sum(kinds.values())
+    must = bytes_of_step(loaded.model, 256, 800) / reading_speed()
+    return {
+        "step, ms": seconds * 1e3,
+        "reading alone, ms": must * 1e3,
+        "ms": {kind: 1e3 * of for kind, of in sorted(kinds.items(), key=lambda each: -each[1])},
+    }
+
+
+def kind_of(kernel: str) -> str:
+    for name in ("_attend", "_merge", "_enter", "_norm", "_gated", "_draw", "_best"):
+        if name in kernel:
+            return name.removeprefix("_")
+    is_product = any(word in kernel.lower() for word in ("gemm", "nvjet", "cutlass", "splitk", "gemv"))
+    return "products" if is_product else "others"
+
+
+def launcher(model: Any, settings: Settings, batch: int, length: int) -> Callable[[], Any]:
+    """What launches a step of answers that all have `length` tokens."""
+    settings = settings.on(CUDA)
+    pages = -(-length // settings.page_size) + 1
+    shape = Shape(pages * batch, settings.page_size, batch, pages)
+    computed = way.build(model, shape, settings)
+    orders = [list(range(row * pages, (row + 1) * pages)) for row in range(batch)]
+    draws = [Draw(SamplingParams(temperature=0.6), (row, row), [0] * length, 1) for row in range(batch)]
+    first = [Part(row, length, [0], 0, orders[row], True) for row in range(batch)]
+    again = [Part(row, length, [PENDING], pages, [], True) for row in range(batch)]
+
+    @torch.inference_mode()
+    def launch(parts: list[Part] = again) -> Any:
+        return computed.launch(parts, draws)
+
+    launch(first)
+    return launch
+
+
+def timed(launch: Callable[[], Any], steps: int = 50, rounds: int = 5) -> float:
+    """Seconds of a step: the median of rounds."""
+    times = []
+    for _ in range(rounds):
+        launch().result()
+        began = time.perf_counter()
+        for _ in range(steps):
+            last = launch()
+        last.result()
+        times.append((time.perf_counter() - began) / steps)
+    return statistics.median(times)
+
+
+def bytes_of_step(model: Any, batch: int, length: int) -> float:
+    """That it must read: all weights but the table of tokens, unless that is the head as well; keys and values."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights -= 0 if model.tied else model.tokens.weight.nbytes
+    return weights + batch * (length + 1) * memory.page_bytes(model, 1)
+
+
+def reading_speed() -> float:
+    """Bytes a second, as fast as PyTorch reads 8 GiB."""
+    x = torch.zeros(2**31, dtype=torch.float32, device=CUDA)
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        x.sum()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return x.nbytes / min(times)
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "throughput": throughput,
+    "transformers": beside_transformers,
+    "step": steps,
+    "where": where,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--json", type=Path, help="where to write the result; parts that are there already are kept")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {}
+    if arguments.json and arguments.json.exists():
+        result = json.loads(arguments.json.read_text())
+    result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for name in arguments.parts:
+        result[name] = PARTS[name]()
+        print(f"{name}: {json.dumps(result[name])}", flush=True)
+        free()
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The model on a GPU: its own parts and weights, in few kernels, over a cache of pages.
+
+What a step needs to know goes to the device in one packet of numbers: the row, the position and the token of each place
+of the step, the tiles in which prompts are read, and what tokens are drawn by. Answers come first among the places. A
+token that the step before has drawn is taken from where that left it, so that a step can be launched before anybody
+has seen the last one's tokens.
+
+A step of answers alone has one of a few sizes, filled up with places that belong to nobody (a row and a page of their
+own), and is a CUDA graph for each size: the whole forward pass is one launch. (See graphs.py.)
+"""
+
+from __future__ import annotations
+
+import bisect
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from echelon.models.parts import SwiGLU
+from echelon.parallel import shards
+from echelon.serve import kernels, memory
+from echelon.serve.graphs import Graph
+from echelon.serve.sample import COLUMNS, Chosen, Draw, columns, sample
+from echelon.serve.step import PENDING, Part, Shape
+
+_TILE = 128  # rows of a tile of a prompt: queries times the heads that share a key
+
+
+class Fused:
+    """`sizes` are those that steps of answers are filled up to and captured for; none: nothing is captured."""
+
+    @torch.no_grad()
+    def __init__(self, model: Any, shape: Shape, token_budget: int, sizes: list[int]) -> None:
+        self._model, self._page_size = model, shape.page_size
+        weight = model.norm.weight
+        self._device, attention = weight.device, model.blocks[0].attention
+        self._nobody = shape.rows
+        self._table_RP = torch.full((shape.rows + 1, shape.row_pages), shape.pages, device=self._device).int()
+        self._latest_R = torch.zeros(shape.rows + 1, dtype=torch.int64, device=self._device)
+        cache = shape.pages + 1, shape.page_size, memory.kv_heads(attention), attention.head_dim
+        self._caches = [(weight.new_zeros(cache), weight.new_zeros(cache)) for _ in model.blocks]
+        self._turns_LD = (
+            None if attention.rope is None else _turns(attention, shape.row_pages * shape.page_size, self._device)
+        )
+        self._mlps = [_mlp(block.mlp) for block in model.blocks]
+        self._queries = max(_TILE // attention.queries_per_key, 1)
+        if weight.dtype == torch.float32:
+            self._queries = max(self._queries // 4, 1)  # of which as many fit into a processor's memory
+        places = max(token_budget, shape.rows)
+        self._numbers_T = torch.arange(places, dtype=torch.int32, device=self._device)
+        self._ones_T = torch.ones_like(self._numbers_T)
+        room = (
+            3 * places + 2 * (places // self._queries + shape.rows) + (1 + COLUMNS + 2 * shape.row_pages) * shape.rows
+        )
+        self._packet = torch.zeros(room, dtype=torch.int32, device=self._device)
+        on_gpu = self._device.type == "cuda"  # else Triton's interpreter computes, for tests
+        self._pinned = [torch.empty(room, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+        self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
+        self._sizes, self._pool = sorted(sizes), torch.cuda.graph_pool_handle() if sizes else None
+        self._graphs = {size: self._capture(size) for size in reversed(self._sizes)}
+
+    def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
+        """Begin a step: parts of one token first, then the others. What it draws, for the parts that want a token; none
+        without such parts, or where another rank draws (`draws` is None).
+        """
+        answers = next((place for place, part in enumerate(parts) if len(part.tokens) > 1), len(parts))
+        size = self._size(answers) if answers == len(parts) else None
+        places, tiles, last, pages = self._plan(parts, size)
+        sent = [places, tiles, last, columns(draws or []), pages]
+        places_3T, tiles_2X, last_R, columns_CR, pages_2U = self._send(sent)
+        if pages_2U.numel():
+            self._table_RP.view(-1)[pages_2U[0].long()] = pages_2U[1]
+        whole = None if size is None else self._graphs[size]
+        hidden_TD = self._forward(places_3T, answers, tiles_2X) if whole is None else whole.replay()
+        if not len(last_R):
+            return None
+        logits_RV = self._model.head(hidden_TD[last_R])
+        if draws is None:
+            return None
+        chosen = sample(logits_RV, draws, columns_CR, kernels.draw)
+        self._latest_R[places_3T[0, last_R].long()] = chosen.tokens_R
+        return chosen
+
+    def _size(self, answers: int) -> int | None:
+        """The captured size that fits, if there is one."""
+        at = bisect.bisect_left(self._sizes, answers)
+        return self._sizes[at] if at < len(self._sizes) else None
+
+    def _plan(self, parts: list[Part], size: int | None) -> tuple[NDArray[np.int32], ...]:
+        """Row, position and token of each place; first place and count of each tile of a prompt; the places whose
+        successors are wanted; and where in the table which new pages go.
+        """
+        rows: list[int] = []
+        positions: list[int] = []
+        tokens: list[int] = []
+        tiles: list[tuple[int, int]] = []
+        last: list[int] = []
+        entries: list[int] = []
+        pages: list[int] = []
+        width = self._table_RP.shape[1]
+        for row, start, of_part, first_page, new, is_last in parts:
+            count = len(of_part)
+            if count == 1:
+                rows.append(row)
+                positions.append(start)
+            else:
+                first = len(rows)
+                tiles += [(first + at, min(self._queries, count - at)) for at in range(0, count, self._queries)]
+                rows += [row] * count
+                positions += range(start, start + count)
+            tokens += of_part
+            if is_last:
+                last.append(len(rows) - 1)
+            if new:
+                entries += range(row * width + first_page, row * width + first_page + len(new))
+                pages += new
+        more = 0 if size is None else size - len(rows)
+        places = [rows + [self._nobody] * more, positions + [0] * more, tokens + [0] * more]
+        return (
+            np.array(places, np.int32),
+            np.array(tiles, np.int32).reshape(-1, 2).T,
+            np.array(last, np.int32),
+            np.array([entries, pages], np.int32),
+        )
+
+    def _send(self, arrays: list[NDArray[np.int32]]) -> list[Tensor]:
+        """In one copy. The one before the last is over when this is called, but the last may be under way: so the host
+        has two places for them.
+        """
+        pinned = self._pinned[0]
+        self._pinned.reverse()
+        host, sent, start = pinned.numpy(), [], 0
+        for array in arrays:
+            end = start + array.size
+            host[start:end].reshape(array.shape)[...] = array
+            sent.append(self._packet[start:end].view(array.shape))
+            start = end
+        self._packet[:start].copy_(pinned[:start], non_blocking=True)
+        return sent
+
+    def _capture(self, size: int) -> Graph:
+        places_3T = self._packet[: 3 * size].view(3, size)
+        places_3T[0], places_3T[1:] = self._nobody, 0
+        none = self._packet[:0].view(2, 0)
+        compute = partial(self._forward, places_3T, size, none)
+        compute()  # kernels are compiled, and libraries take their memory, before anything is captured
+        return Graph(compute, self._pool, shards.meeting_of(self._model))
+
+    def _forward(self, places_3T: Tensor, answers: int, tiles_2X: Tensor) -> Tensor:
+        """The hidden states of all places, normed."""
+        model = self._model
+        rows_T, positions_T, given_T = places_3T
+        tokens_T = torch.where(given_T == PENDING, self._latest_R[rows_T.long()], given_T)
+        stream_TD: Tensor = model.tokens(tokens_T)
+        if hasattr(model, "positions"):
+            stream_TD = stream_TD + model.positions(positions_T)
+        added_TD: Tensor | None = None
+        for block, mlp, cache in zip(model.blocks, self._mlps, self._caches, strict=True):
+            x_TD = _norm(block.attention_norm, stream_TD, added_TD)
+            added_TD = self._attend(block.attention, x_TD, cache, rows_T, positions_T, answers, tiles_2X)
+            x_TD = _norm(block.mlp_norm, stream_TD, added_TD)
+            added_TD = mlp(x_TD)
+        return _norm(model.norm, stream_TD, added_TD)
+
+    def _attend(
+        self,
+        attention: Any,
+        x_TD: Tensor,
+        cache: tuple[Tensor, Tensor],
+        rows_T: Tensor,
+        positions_T: Tensor,
+        answers: int,
+        tiles_2X: Tensor,
+    ) -> Tensor:
+        norms = None
+        if attention.q_norm is not None:
+            norms = attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
+        where = rows_T, positions_T, self._table_RP, *cache
+        q_THD = kernels.enter(attention.qkv(x_TD), self._turns_LD, norms, *where)
+        out_THD = torch.empty_like(q_THD)
+        if answers:
+            alone = self._numbers_T[:answers], self._ones_T[:answers]
+            splits = self._splits(answers * cache[0].shape[2])
+            kernels.attend(q_THD, *alone, *where, out_THD, queries=1, splits=splits)
+        if tiles_2X.numel():
+            kernels.attend(q_THD, tiles_2X[0], tiles_2X[1], *where, out_THD, queries=self._queries)
+        added_TD: Tensor = attention.out(out_THD.flatten(1))
+        return added_TD
+
+    def _splits(self, programs: int) -> int:
+        """Over how many programs the keys of an answer are split, so that all processors have some."""
+        wanted = -(-2 * self._processors // programs)
+        return min(1 << (wanted - 1).bit_length(), 32)
+
+
+def misfit(model: Any) -> str:
+    """Why a model cannot be computed so; nothing if it can."""
+    block = model.blocks[0]
+    if block.post_norm or not isinstance(model.norm, nn.RMSNorm | nn.LayerNorm):
+        return "its norms stand elsewhere"
+    if block.attention.head_dim % 2:
+        return f"its heads have {block.attention.head_dim} features, an odd number"
+    return ""
+
+
+def _norm(norm: Any, stream_TD: Tensor, added_TD: Tensor | None) -> Tensor:
+    centred = isinstance(norm, nn.LayerNorm)
+    bias = norm.bias if centred else None
+    return kernels.norm(stream_TD, added_TD, norm.weight, bias, norm.eps, centred=centred)
+
+
+def _mlp(mlp: Any) -> Any:
+    """With one product for gate and up, whose weights are parts of one tensor from now on."""
+    if not isinstance(mlp, SwiGLU):
+        return mlp
+    if not hasattr(mlp, "both"):
+        mlp.both = torch.cat([mlp.gate.weight, mlp.up.weight])
+        mlp.gate.weight.data, mlp.up.weight.data = mlp.both.chunk(2)
+    both: Any = mlp.both
+    bias = None if mlp.gate.bias is None else torch.cat([mlp.gate.bias, mlp.up.bias])
+    return lambda x_TD: mlp.down(kernels.gated(F.linear(x_TD, both, bias)))
+
+
+def _turns(attention: Any, length: int, device: torch.device) -> Tensor:
+    """Cosines and sines at each position, as `Rope.rotate` makes them."""
+    frequencies = attention.rope.frequencies(attention.head_dim, device, torch.float32)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1)

@@ -1,0 +1,318 @@
+"""Triton kernels for a step of serving: what lies between the matrix products, and attention over pages.
+
+A step that writes tokens is bound by the bytes it reads: weights once, and the keys and values of every sequence once.
+So nothing between the products may read or write more than it must, and there may be few kernels, since each costs
+microseconds whatever it does:
+
+    norm      the stream's sum with what the last part added, and its norm: one pass
+    enter     from the product `qkv`: the norms of queries and keys, their rotation, and the way into the cache
+    attend    queries over pages; `merge` where the keys of a sequence were split over several programs
+    gated     SwiGLU's activation
+    draw      the next tokens, with chance and without
+
+What lies in a packet (see fused.py) may lie anywhere in it: kernels are not compiled anew for where it does.
+
+All sums are in fp32, in an order that the shapes alone decide. `attend` serves prompts and answers alike: a program has
+a tile of queries of one sequence with all heads that share a key, so that each key is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOWEST = tl.constexpr(-1e30)  # below any score, and yet finite: differences are never of two infinities
+
+
+def norm(
+    stream_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, bias_D: Tensor | None, eps: float, *, centred: bool
+) -> Tensor:
+    """Add to the stream, in place, and return the sum's norm: LayerNorm if `centred`, else RMSNorm."""
+    out_TD = torch.empty_like(stream_TD)
+    rows, dim = stream_TD.shape
+    added, bias = stream_TD if added_TD is None else added_TD, weight_D if bias_D is None else bias_D
+    has = added_TD is not None, bias_D is not None
+    block = triton.next_power_of_2(dim)
+    _norm[(rows,)](
+        stream_TD, added, weight_D, bias, out_TD, dim, eps, *has, centred, block, num_warps=min(max(block // 512, 1), 8)
+    )
+    return out_TD
+
+
+def enter(
+    qkv_TE: Tensor,
+    turns_LD: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
+    rows_T: Tensor,
+    positions_T: Tensor,
+    table_RP: Tensor,
+    keys_PSGD: Tensor,
+    values_PSGD: Tensor,
+) -> Tensor:
+    """The queries, normed and rotated; keys and values go to their places in the cache.
+
+    `turns` has the cosines, then the sines, of half a head's features at each position; `norms` the weights of queries'
+    and keys' norms, and their epsilon. What is not finite becomes 0 in the cache (see attention.py).
+    """
+    _, page_size, heads, dim = keys_PSGD.shape
+    tokens = len(qkv_TE)
+    shared = qkv_TE.shape[1] // (heads * dim) - 2
+    q_THD = qkv_TE.new_empty(tokens, heads * shared, dim)
+    q_norm, k_norm, eps = norms or (qkv_TE, qkv_TE, 0.0)
+    _enter[(tokens, heads)](
+        qkv_TE, qkv_TE if turns_LD is None else turns_LD, q_norm, k_norm, rows_T, positions_T, table_RP, q_THD,
+        keys_PSGD, values_PSGD, eps, table_RP.stride(0), heads, shared, dim, page_size, turns_LD is not None,
+        norms is not None, triton.next_power_of_2(shared + 2), triton.next_power_of_2(dim // 2), num_warps=1,
+    )  # fmt: skip
+    return q_THD
+
+
+def attend(
+    q_THD: Tensor,
+    firsts_X: Tensor,
+    counts_X: Tensor,
+    rows_T: Tensor,
+    positions_T: Tensor,
+    table_RP: Tensor,
+    keys_PSGD: Tensor,
+    values_PSGD: Tensor,
+    out_THD: Tensor,
+    *,
+    queries: int,
+    splits: int = 1,
+) -> None:
+    """X tiles of at most `queries` tokens, each of one sequence: from token `first` on, `count` of them. The keys of a
+    tile are read by so many programs (`splits`).
+    """
+    _, page_size, heads, dim = keys_PSGD.shape
+    shared = q_THD.shape[1] // heads
+    rows = max(triton.next_power_of_2(queries * shared), 16)
+    padded = max(triton.next_power_of_2(dim), 16)
+    wide = q_THD.dtype == torch.float32
+    keys = 32 if wide else (128 if rows <= 16 and padded <= 128 else 64)
+    tiles = len(firsts_X)
+    parts = largest = total = out_THD
+    if splits > 1:
+        parts = out_THD.new_empty(len(q_THD), q_THD.shape[1], splits, dim, dtype=torch.float32)
+        largest, total = out_THD.new_empty(2, len(q_THD), q_THD.shape[1], splits, dtype=torch.float32)
+    _attend[(tiles, heads, splits)](
+        q_THD, firsts_X, counts_X, rows_T, positions_T, table_RP, keys_PSGD, values_PSGD, parts, largest,
+        total,         math.log2(math.e) / math.sqrt(dim), table_RP.stride(0), heads, shared, dim, page_size, splits,
+        rows, keys, padded, "ieee" if wide else "tf32", num_warps=4 if rows <= 64 else 8, num_stages=2 if wide else 3,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(len(q_THD), q_THD.shape[1])](
+            parts, largest, total, out_THD, q_THD.shape[1], dim, splits, triton.next_power_of_2(splits),
+            triton.next_power_of_2(dim), num_warps=1 if splits * dim <= 2048 else 4,
+        )  # fmt: skip
+
+
+def gated(both_TF: Tensor) -> Tensor:
+    """SiLU of the first half of each row, times the second."""
+    tokens, width = both_TF.shape[0], both_TF.shape[1] // 2
+    out_TF = both_TF.new_empty(tokens, width)
+    block = 1024
+    _gated[(tokens, triton.cdiv(width, block))](both_TF, out_TF, width, block, num_warps=4)
+    return out_TF
+
+
+def draw(logits_RV: Tensor, temperatures_R: Tensor, keys_2R: Tensor, places_R: Tensor) -> Tensor:
+    """A token for each row: the likeliest where the temperature is 0, else by chance, as sample.py draws it."""
+    rows, columns = logits_RV.shape
+    block = 8192
+    blocks = triton.cdiv(columns, block)
+    best_RB = torch.empty(rows, blocks, dtype=torch.float32, device=logits_RV.device)
+    where_RB = torch.empty(rows, blocks, dtype=torch.int32, device=logits_RV.device)
+    chosen_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    _draw[(rows, blocks)](
+        logits_RV, temperatures_R, keys_2R, places_R, best_RB, where_RB, keys_2R.stride(0), columns, blocks, block,
+        num_warps=8,
+    )  # fmt: skip
+    _best[(rows,)](best_RB, where_RB, chosen_R, blocks, triton.next_power_of_2(blocks), num_warps=1)
+    return chosen_R
+
+
+@triton.jit
+def _norm(  # type: ignore[no-untyped-def]
+    stream, added, weight, bias, out, dim, eps,
+    ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.arange(0, BLOCK)
+    inside = place < dim
+    row = tl.program_id(0).to(tl.int64) * dim + place
+    x = tl.load(stream + row, inside, 0.0)
+    if ADDS:
+        x += tl.load(added + row, inside, 0.0)
+        tl.store(stream + row, x, inside)
+    x = x.to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x) / dim, 0.0)
+    x *= tl.rsqrt(tl.sum(x * x) / dim + eps)
+    x *= tl.load(weight + place, inside, 0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias + place, inside, 0.0).to(tl.float32)
+    tl.store(out + row, x.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions"])
+def _enter(  # type: ignore[no-untyped-def]
+    qkv, turns, q_norm, k_norm, rows, positions, table, q_out, keys, values, eps, table_stride,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TURNS: tl.constexpr,
+    NORMS: tl.constexpr, LINES: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """A token, and a key with the queries that share it: lines of DIM features, the queries first, key, value."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line, place = tl.arange(0, LINES)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (line < SHARED + 2) & (place < DIM // 2)
+    first = qkv + (token * HEADS + head) * ((SHARED + 2) * DIM) + line * DIM + place
+    left = tl.load(first, inside, 0.0).to(tl.float32)
+    right = tl.load(first + DIM // 2, inside, 0.0).to(tl.float32)
+    position = tl.load(positions + token)
+    is_value = line == SHARED + 1
+    if NORMS:
+        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / DIM + eps)[:, None]
+        is_key = line == SHARED
+        of_key_left, of_key_right = tl.load(k_norm + place, place < DIM // 2, 0.0), tl.load(k_norm + DIM // 2 + place, place < DIM // 2, 0.0)  # noqa: E501  # fmt: skip
+        of_q_left, of_q_right = tl.load(q_norm + place, place < DIM // 2, 0.0), tl.load(q_norm + DIM // 2 + place, place < DIM // 2, 0.0)  # noqa: E501  # fmt: skip
+        by_left = scale * tl.where(is_key, of_key_left, of_q_left).to(tl.float32)
+        by_right = scale * tl.where(is_key, of_key_right, of_q_right).to(tl.float32)
+        # As in the model, what was normed is rounded before it is rotated.
+        left = tl.where(is_value, left, (left * by_left).to(qkv.dtype.element_ty).to(tl.float32))
+        right = tl.where(is_value, right, (right * by_right).to(qkv.dtype.element_ty).to(tl.float32))
+    if TURNS:
+        turn = turns + position.to(tl.int64) * DIM + place
+        cos, sin = tl.load(turn, place < DIM // 2, 1.0), tl.load(turn + DIM // 2, place < DIM // 2, 0.0)
+        turned = left * cos - right * sin
+        right = tl.where(is_value, right, right * cos + left * sin)
+        left = tl.where(is_value, left, turned)
+    left, right = left.to(qkv.dtype.element_ty), right.to(qkv.dtype.element_ty)
+    q = q_out + (token * HEADS + head) * (SHARED * DIM) + line * DIM + place
+    is_query = inside & (line < SHARED)
+    tl.store(q, left, is_query)
+    tl.store(q + DIM // 2, right, is_query)
+    left = tl.where(tl.abs(left.to(tl.float32)) < float("inf"), left, 0.0)
+    right = tl.where(tl.abs(right.to(tl.float32)) < float("inf"), right, 0.0)
+    page = tl.load(table + tl.load(rows + token).to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
+    slot = ((page * PAGE + position % PAGE) * HEADS + head) * DIM + place
+    is_key = inside & (line == SHARED)
+    tl.store(keys + slot + line * 0, left, is_key)
+    tl.store(keys + slot + DIM // 2 + line * 0, right, is_key)
+    tl.store(values + slot + line * 0, left, inside & is_value)
+    tl.store(values + slot + DIM // 2 + line * 0, right, inside & is_value)
+
+
+@triton.jit(do_not_specialize_on_alignment=["firsts", "counts", "rows", "positions"])
+def _attend(  # type: ignore[no-untyped-def]
+    q, firsts, counts, rows, positions, table, keys, values, out, largests, totals, scale, table_stride,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A row of the tile is a query of one head: all heads of its first token that share the key, then the next's."""
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(firsts + tile), tl.load(counts + tile)
+    start = tl.load(positions + first)
+    row, place = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    token = row // SHARED
+    is_query = token < count
+    has_place = place < DIM
+    where = (first + token).to(tl.int64) * (HEADS * SHARED) + head * SHARED + row % SHARED
+    query = tl.load(q + where[:, None] * DIM + place[None, :], is_query[:, None] & has_place[None, :], 0.0)
+    length = start + count  # of the keys that the tile's last query sees
+    share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
+    low = split * share
+    high = tl.minimum(low + share, length)
+    pages = table + tl.load(rows + first).to(tl.int64) * table_stride
+    largest = tl.full([ROWS], _LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, PADDED], tl.float32)
+    for begin in range(low, high, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        is_key = key < high
+        page = tl.load(pages + key // PAGE, is_key, 0).to(tl.int64)
+        slot = ((page * PAGE + key % PAGE) * HEADS + head) * DIM
+        k = tl.load(keys + slot[None, :] + place[:, None], is_key[None, :] & has_place[:, None], 0.0)
+        scores = tl.dot(query, k, input_precision=PRECISION) * scale
+        scores = tl.where(is_key[None, :] & (key[None, :] <= start + token[:, None]), scores, _LOWEST)
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.where(scores > _LOWEST, tl.exp2(scores - larger[:, None]), 0.0)
+        correction = tl.exp2(largest - larger)
+        v = tl.load(values + slot[:, None] + place[None, :], is_key[:, None] & has_place[None, :], 0.0)
+        total = total * correction + tl.sum(weights, 1)
+        result = result * correction[:, None]
+        result = tl.dot(weights.to(v.dtype), v, result, input_precision=PRECISION)
+        largest = larger
+    is_out = is_query[:, None] & has_place[None, :]
+    if SPLITS == 1:
+        result /= total[:, None]
+        tl.store(out + where[:, None] * DIM + place[None, :], result.to(out.dtype.element_ty), is_out)
+    else:
+        part = where * SPLITS + split
+        tl.store(out + part[:, None] * DIM + place[None, :], result, is_out)
+        tl.store(largests + part, largest, is_query)
+        tl.store(totals + part, total, is_query)
+
+
+@triton.jit
+def _merge(  # type: ignore[no-untyped-def]
+    parts, largests, totals, out,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    split, place = tl.arange(0, LINES), tl.arange(0, PADDED)
+    largest = tl.load(largests + which * SPLITS + split, split < SPLITS, _LOWEST)
+    total = tl.load(totals + which * SPLITS + split, split < SPLITS, 0.0)
+    weight = tl.where(total > 0, tl.exp2(largest - tl.max(largest)), 0.0)
+    has = (split < SPLITS)[:, None] & (place < DIM)[None, :]
+    part = tl.load(parts + (which * SPLITS + split)[:, None] * DIM + place[None, :], has, 0.0)
+    result = tl.sum(part * weight[:, None], 0) / tl.sum(total * weight)
+    tl.store(out + which * DIM + place, result.to(out.dtype.element_ty), place < DIM)
+
+
+@triton.jit
+def _gated(both, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < width
+    gate = tl.load(both + row * 2 * width + place, inside, 0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + place, inside, 0.0)
+    # As in the model, the activation is rounded before it is multiplied.
+    activated = (gate * tl.sigmoid(gate)).to(both.dtype.element_ty)
+    tl.store(out + row * width + place, activated * up, inside)
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    """As `counter.mix`."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["keys_stride"], do_not_specialize_on_alignment=["temperatures", "keys", "places"])
+def _draw(  # type: ignore[no-untyped-def]
+    logits, temperatures, keys, places, best, where, keys_stride, columns, blocks, BLOCK: tl.constexpr
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * columns + column, column < columns, -float("inf")).to(tl.float32)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        of_row = _mix(tl.load(places + row).to(tl.uint32) ^ tl.load(keys + row).to(tl.uint32))
+        hashed = _mix(of_row ^ _mix(column.to(tl.uint32) ^ tl.load(keys + keys_stride + row).to(tl.uint32)))
+        between_0_and_1 = ((hashed >> 9).to(tl.float32) + 0.5) / 8388608
+        x = x / temperature - tl.log(-tl.log(between_0_and_1))
+    x = tl.where(x >= -float("inf"), x, -float("inf"))  # no number is drawn last, and never a token that does not exist
+    largest = tl.max(x)
+    tl.store(best + row * blocks + block, largest)
+    tl.store(where + row * blocks + block, tl.min(tl.where((x == largest) & (column < columns), column, 2147483647)))
+
+
+@triton.jit
+def _best(best, where, chosen, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, block = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(best + row * blocks + block, block < blocks, -float("inf"))
+    place = tl.load(where + row * blocks + block, block < blocks, 2147483647)
+    tl.store(chosen + row, tl.min(tl.where(x == tl.max(x), place, 2147483647)).to(tl.int64))

@@ -1,0 +1,52 @@
+"""The model as it is, over pages: its own forward pass with another attention, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.serve import fixed, memory
+from echelon.serve.attention import PagedAttention, plan
+from echelon.serve.sample import Chosen, Draw, sample
+from echelon.serve.step import Part, Shape
+
+
+class Plain:
+    """`reproducible`: see attention.py and fixed.py."""
+
+    def __init__(self, model: Any, shape: Shape, reproducible: bool) -> None:
+        self._model, self._page_size, self._reproducible = model, shape.page_size, reproducible
+        self._device = next(model.parameters()).device
+        self._table: list[list[int]] = [[] for _ in range(shape.rows)]
+        self._layers = [
+            PagedAttention(
+                (shape.pages, shape.page_size, memory.kv_heads(block.attention), block.attention.head_dim),
+                model.norm.weight,
+                reproducible,
+            )
+            for block in model.blocks
+        ]
+        for block, layer in zip(model.blocks, self._layers, strict=True):
+            block.attention.attend = layer
+        if reproducible:
+            fixed.fix(model)
+
+    def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
+        """See `Fused.launch`; here all is done on return."""
+        logits_RV = self.compute(parts)
+        return sample(logits_RV, draws) if draws else None
+
+    def compute(self, parts: list[Part]) -> Tensor:
+        """The logits after the last tokens of those parts that want them, in their order."""
+        for part in parts:
+            self._table[part.row][part.first_page :] = part.pages
+        step = plan(parts, self._table, self._page_size, self._device, self._reproducible)
+        for layer in self._layers:
+            layer.step = step
+        hidden_1TD = self._model(step.tokens_T.unsqueeze(0), positions_S=step.positions_T, hidden=True)
+        if not len(step.last_R):
+            return torch.empty(0, 0)
+        logits_RV: Tensor = self._model.head(hidden_1TD[0, step.last_R])
+        return logits_RV

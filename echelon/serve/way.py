@@ -1,0 +1,89 @@
+"""How an engine computes its model here: what is chosen, why, and the way itself."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from echelon.parallel import shards
+from echelon.serve.plain import Plain
+from echelon.serve.sample import Chosen, Draw
+from echelon.serve.settings import Settings
+from echelon.serve.step import Part, Shape
+
+
+class Way(Protocol):
+    def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None: ...
+
+
+class Choice(NamedTuple):
+    """`why_not` says what speaks against the engine's own kernels; without them there is nothing else."""
+
+    fused: bool
+    graphs: bool
+    ahead: bool
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        if not self.fused:
+            return f"PyTorch's own operations ({self.why_not})"
+        graphs = "CUDA graphs for answers" if self.graphs else "no CUDA graphs"
+        ahead = "launched one step ahead" if self.ahead else "one step at a time"
+        return f"fused kernels, {graphs}, {ahead}"
+
+
+def choose(model: Any, settings: Settings) -> Choice:
+    """For a model that lies where it will be computed."""
+    if why_not := obstacle(next(model.parameters()).device, settings) or _misfit(model):
+        return Choice(False, False, False, why_not)
+    return Choice(True, settings.graphs, settings.ahead and shards.meeting_of(model) is None)
+
+
+def usual(device: torch.device) -> Choice:
+    """What is chosen on a device by default, for the models that this is made for, on one rank."""
+    why_not = obstacle(device, Settings())
+    return Choice(not why_not, not why_not, not why_not, why_not)
+
+
+def obstacle(device: torch.device, settings: Settings) -> str:
+    """What speaks against the engine's own kernels there, whatever the model; nothing if nothing does."""
+    if not has_kernels(device):
+        return f"on {device.type}" if device.type != "cuda" else "Triton is not installed"
+    if settings.reproducible:
+        return "reproducible"
+    return "" if settings.fused else "fused kernels are turned off"
+
+
+def build(model: Any, shape: Shape, settings: Settings) -> Way:
+    choice = choose(model, settings)
+    if not choice.fused:
+        return Plain(model, shape, settings.reproducible)
+    from echelon.serve.fused import Fused
+
+    return Fused(model, shape, settings.token_budget, sizes(settings.most_running) if choice.graphs else [])
+
+
+def sizes(most: int) -> list[int]:
+    """Of steps of answers, up to so many: near enough to each other that little is computed in vain."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max(most, 256), 32)]
+    return [*(size for size in steps if size < most), most]
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the engine's own kernels can run there."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _misfit(model: Any) -> str:
+    from echelon.serve.fused import misfit
+
+    return misfit(model)
+
+
+def device_text(model: Any) -> str:
+    """Where a model is, and in which precision."""
+    weight = model.norm.weight
+    device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type
+    return f"{device}, {str(weight.dtype).removeprefix('torch.')}"

@@ -1,0 +1,55 @@
+"""Each kernel of serving, compiled, beside plain PyTorch: random shapes, page placements and lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.serve import kernels as checks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+kernels = pytest.importorskip("echelon.serve.kernels", reason="needs Triton") if torch.cuda.is_available() else None
+DTYPES = pytest.mark.parametrize("dtype", checks.BOUNDS, ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "sum"])
+def test_norm(dtype: torch.dtype, centred: bool, adds: bool) -> None:
+    for rows, dim in ((1, 8), (3, 48), (300, 1024), (7, 5000)):
+        checks.check_norm(kernels, "cuda", dtype, rows, dim, centred, adds)
+
+
+@DTYPES
+@pytest.mark.parametrize("part", range(3))
+def test_enter(dtype: torch.dtype, part: int) -> None:
+    for seed in range(part, 18, 3):
+        case = checks.random_case("cuda", dtype, seed, longest=300, answers=seed % 2 == 0)
+        checks.check_enter(kernels, case, turns=seed % 3 > 0, norms=seed % 4 > 1)
+
+
+@DTYPES
+@pytest.mark.parametrize("splits", [1, 2, 7, 32])
+def test_attend_answers(dtype: torch.dtype, splits: int) -> None:
+    for seed in range(6):
+        checks.check_attend(kernels, checks.random_case("cuda", dtype, seed, longest=1500, answers=True), 1, splits)
+
+
+@DTYPES
+@pytest.mark.parametrize("tile", [8, 16, 64])
+def test_attend_prompts(dtype: torch.dtype, tile: int) -> None:
+    for seed in range(6):
+        case = checks.random_case("cuda", dtype, seed, longest=600, answers=False)
+        checks.check_attend(kernels, case, max(tile // case.shared, 1), 1)
+
+
+@DTYPES
+def test_gated(dtype: torch.dtype) -> None:
+    for rows, width in ((1, 4), (3, 40), (200, 3072), (2, 14336)):
+        checks.check_gated(kernels, "cuda", dtype, rows, width)
+
+
+@DTYPES
+def test_draw(dtype: torch.dtype) -> None:
+    for rows, vocabulary in ((1, 5), (8, 300), (64, 9000), (256, 151936)):
+        checks.check_draw(kernels, "cuda", dtype, rows, vocabulary)

@@ -1,0 +1,176 @@
+"""Each kernel of serving beside plain PyTorch, over random shapes, page placements and lengths; on any device.
+
+On a GPU the kernels are compiled; elsewhere Triton's interpreter computes them (see test_kernels.py).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.models import counter
+from echelon.models.parts import Rope
+from echelon.serve.request import SamplingParams
+from echelon.serve.sample import Draw, columns, draw_plainly
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@dataclass
+class Case:
+    """Sequences, of each of which the last few tokens are queries; the pages of each lie anywhere in the cache."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    shared: int
+    dim: int
+    page: int
+    lengths: list[int]
+    queries: list[int]  # of each sequence
+    seed: int
+
+    def __post_init__(self) -> None:
+        choice = random.Random(self.seed)
+        self.generator = torch.Generator().manual_seed(self.seed)
+        pages = [-(-length // self.page) for length in self.lengths]
+        count = sum(pages) + 3
+        order = choice.sample(range(count), count)
+        self.table = torch.full((len(pages) + 2, max(pages)), count)  # what is not a sequence's is nowhere
+        rows = choice.sample(range(len(pages) + 2), len(pages))
+        for row, used in zip(rows, pages, strict=True):
+            self.table[row, :used] = torch.tensor([order.pop() for _ in range(used)])
+        spans = list(zip(rows, self.lengths, self.queries, strict=True))
+        self.rows = torch.tensor([row for row, _, asked in spans for _ in range(asked)])
+        self.positions = torch.cat([torch.arange(length - asked, length) for _, length, asked in spans])
+        self.table, self.rows, self.positions = (
+            x.int().to(self.device) for x in (self.table, self.rows, self.positions)
+        )
+        self.keys, self.values = (self.draw(count, self.page, self.heads, self.dim) for _ in range(2))
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+    def places(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """The page, and the place in it, of each token of a row."""
+        at = torch.arange(length, device=self.device)
+        return self.table[row].long()[at // self.page], at % self.page
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    worst = (found.double() - expected.double()).abs().max().item() if found.numel() else 0.0
+    return worst <= BOUNDS[dtype] * max(expected.double().abs().max().item(), 1.0)
+
+
+def check_norm(kernels: Any, device: str, dtype: torch.dtype, rows: int, dim: int, centred: bool, adds: bool) -> None:
+    generator = torch.Generator().manual_seed(rows * dim)
+    stream, added = (torch.randn(rows, dim, generator=generator).to(device, dtype) for _ in range(2))
+    weight, bias = (torch.randn(dim, generator=generator).to(device, dtype) for _ in range(2))
+    total = stream + added if adds else stream.clone()
+    rms = F.rms_norm(total, (dim,), weight, 1e-5)
+    expected = F.layer_norm(total, (dim,), weight, bias, 1e-5) if centred else rms
+    found = kernels.norm(stream, added if adds else None, weight, bias if centred else None, 1e-5, centred=centred)
+    assert torch.equal(stream, total)
+    assert close(found, expected, dtype)
+
+
+def check_enter(kernels: Any, case: Case, turns: bool, norms: bool) -> None:
+    tokens, half = len(case.rows), case.dim // 2
+    qkv = case.draw(tokens, case.heads * (case.shared + 2) * case.dim)
+    qkv[0, -1], qkv[-1, -case.dim] = math.inf, math.nan  # of values: they may not get into the cache
+    q_norm, k_norm = case.draw(case.dim), case.draw(case.dim)
+    lines = qkv.view(tokens, case.heads, case.shared + 2, case.dim)
+    q, k, v = lines[:, :, :-2].flatten(1, 2), lines[:, :, -2], lines[:, :, -1]
+    if norms:
+        q, k = F.rms_norm(q, (case.dim,), q_norm, 1e-6), F.rms_norm(k, (case.dim,), k_norm, 1e-6)
+    table = None
+    if turns:
+        rope = Rope(10000.0)
+        q, k = (rope.rotate(x.transpose(0, 1), case.positions).transpose(0, 1) for x in (q, k))
+        frequencies = rope.frequencies(case.dim, torch.device(case.device), torch.float32)
+        angles = torch.arange(max(case.lengths), device=case.device)[:, None] * frequencies
+        table = torch.cat([angles.cos(), angles.sin()], -1)
+        assert table.shape[1] == 2 * half
+    expected = case.keys.clone(), case.values.clone()
+    pages = case.table[case.rows.long(), case.positions.long() // case.page].long()
+    for cache, new in zip(expected, (k, v), strict=True):
+        cache[pages, case.positions.long() % case.page] = new.nan_to_num(0.0, 0.0, 0.0)
+    found = kernels.enter(
+        qkv,
+        table,
+        (q_norm, k_norm, 1e-6) if norms else None,
+        case.rows,
+        case.positions,
+        case.table,
+        case.keys,
+        case.values,
+    )
+    assert close(found, q, case.dtype)
+    assert close(case.keys, expected[0], case.dtype)
+    assert torch.equal(case.values, expected[1]), "values go where they belong, as they are, and nothing else changes"
+
+
+def check_attend(kernels: Any, case: Case, tile: int, splits: int) -> None:
+    q = case.draw(len(case.rows), case.heads * case.shared, case.dim)
+    firsts: list[int] = []
+    counts: list[int] = []
+    expected, first = torch.empty_like(q), 0
+    for length, asked in zip(case.lengths, case.queries, strict=True):
+        firsts += range(first, first + asked, tile)
+        counts += [min(tile, asked - at) for at in range(0, asked, tile)]
+        page, place = case.places(int(case.rows[first]), length)
+        k, v = (x[page, place].transpose(0, 1).double() for x in (case.keys, case.values))
+        mine = q[first : first + asked].transpose(0, 1).double()
+        hidden = torch.arange(length, device=case.device) > case.positions[first : first + asked, None]
+        k, v = (x.repeat_interleave(case.shared, 0) for x in (k, v))
+        scores = (mine @ k.transpose(1, 2) / math.sqrt(case.dim)).masked_fill(hidden, -math.inf)
+        expected[first : first + asked] = (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
+        first += asked
+    out = torch.full_like(q, math.nan)
+    where = (torch.tensor(x, dtype=torch.int32, device=case.device) for x in (firsts, counts))
+    cache = case.table, case.keys, case.values
+    kernels.attend(q, *where, case.rows, case.positions, *cache, out, queries=tile, splits=splits)
+    assert close(out, expected, case.dtype)
+
+
+def check_gated(kernels: Any, device: str, dtype: torch.dtype, rows: int, width: int) -> None:
+    both = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(width)).to(device, dtype)
+    gate, up = both.chunk(2, -1)
+    assert close(kernels.gated(both), F.silu(gate) * up, dtype)
+
+
+def check_draw(kernels: Any, device: str, dtype: torch.dtype, rows: int, vocabulary: int) -> None:
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
+    temperatures = [0.0, 0.5, 1.0, 3.0]
+    draws = [
+        Draw(SamplingParams(temperature=temperatures[row % 4]), counter.name_key(row, "0"), [0] * (row + 1), 1)
+        for row in range(rows)
+    ]
+    numbers = torch.from_numpy(columns(draws)).to(device)
+    temperature = numbers[0].view(torch.float32)
+    found = kernels.draw(logits, temperature, numbers[4:6], numbers[6])
+    assert torch.equal(found, draw_plainly(logits, temperature, numbers[4:6], numbers[6]))
+    logits[:, 1:] = math.nan
+    assert (kernels.draw(logits, temperature, numbers[4:6], numbers[6]) == 0).all(), "what is no number is not drawn"
+
+
+def random_case(device: str, dtype: torch.dtype, seed: int, *, longest: int, answers: bool) -> Case:
+    choice = random.Random(seed)
+    lengths = [choice.randint(1, longest) for _ in range(choice.randint(1, 6))]
+    return Case(
+        device,
+        dtype,
+        heads=choice.choice([1, 2, 3]),
+        shared=choice.choice([1, 2, 3, 4, 7]),
+        dim=choice.choice([8, 12, 16, 64, 80, 128]),
+        page=choice.choice([8, 16, 32, 64]),
+        lengths=lengths,
+        queries=[1 if answers else choice.randint(1, length) for length in lengths],
+        seed=seed,
+    )
