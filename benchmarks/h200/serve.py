@@ -8,13 +8,18 @@ Random weights in bf16; each part can be asked for alone:
 - step: a step that writes a token for each of 1 and of 64 sequences, of a Llama of 8B, beside the time in which the GPU
   reads the bytes that such a step must read: weights, and keys and values
 - where: the time of a step of the first part's model with 256 sequences, by kind of kernel
+- parts: the first part again, with one of the engine's choices turned off at a time
+- rate: requests of 256 ± 224 tokens in and 144 ± 112 out for the Llama of 8B, arriving at random: the highest rate at
+  which 99 of 100 first tokens come within 5 s, and 99 of 100 others within 25 ms of the one before
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
+import math
 import random
 import statistics
 import sys
@@ -30,6 +35,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
+from echelon.bench.serve import drive  # noqa: E402
+from echelon.bench.serve_load import RandomLoad, arrivals, random_requests  # noqa: E402
+from echelon.bench.serve_target import InProcess  # noqa: E402
 from echelon.models.llama import Llama, LlamaConfig  # noqa: E402
 from echelon.parallel import shards  # noqa: E402
 from echelon.serve import memory, way  # noqa: E402
@@ -38,6 +46,7 @@ from echelon.serve.load import load  # noqa: E402
 from echelon.serve.request import SamplingParams  # noqa: E402
 from echelon.serve.sample import Draw  # noqa: E402
 from echelon.serve.settings import Settings  # noqa: E402
+from echelon.serve.slo import Slo  # noqa: E402
 from echelon.serve.step import PENDING, Part, Shape  # noqa: E402
 
 LLAMA_1B = LlamaConfig(vocabulary=32000, context=2048, dim=2048, layers=22, heads=32, kv_heads=4, mlp_dim=5632)
@@ -45,16 +54,17 @@ PUBLISHED = {"mini-sglang": 20_711, "nano-vllm": 19_638}  # tokens a second, on 
 CUDA = torch.device("cuda")
 
 
-def throughput() -> dict[str, Any]:
+def throughput(**turned_off: bool) -> dict[str, Any]:
     chance = random.Random(0)
     lengths = [(chance.randint(100, 1024), chance.randint(100, 1024)) for _ in range(256)]
     prompts = [[chance.randrange(10_000) for _ in range(read)] for read, _ in lengths]
     params = [SamplingParams(max_tokens=write, temperature=0.6, ignore_eos=True) for _, write in lengths]
     loaded = load("qwen3-0.6b", random=True, device="cuda")
     began = time.perf_counter()
-    engine = Engine(loaded.model, loaded.text, Settings(context=2048, token_budget=16384, most_running=256))
+    settings = Settings(context=2048, token_budget=16384, most_running=256, **turned_off)
+    engine = Engine(loaded.model, loaded.text, settings)
     ready = time.perf_counter() - began
-    engine.generate(prompts[:8], SamplingParams(max_tokens=16, ignore_eos=True))
+    engine.generate([[number] * 300 for number in range(8)], SamplingParams(max_tokens=16, ignore_eos=True))
     began = time.perf_counter()
     engine.generate(prompts, params)
     seconds = time.perf_counter() - began
@@ -69,6 +79,49 @@ def throughput() -> dict[str, Any]:
     }
 
 
+def parts() -> dict[str, Any]:
+    found = {}
+    for name in ("ahead", "graphs", "fused"):
+        found[f"without {name}, tokens/s"] = throughput(**{name: False})["tokens/s"]
+        free()
+    return found
+
+
+def rate() -> dict[str, Any]:
+    loaded = load("llama3-8b", random=True, device="cuda")
+    engine = Engine(loaded.model, loaded.text, Settings(context=2048, slo=Slo(ttft=5.0, tbt=0.025)))
+    found: dict[str, Any] = {}
+    try:
+        asyncio.run(at_rate(engine, 20.0, seconds=4))  # what a step costs is learned
+        held, lost = 0.0, math.inf
+        asked = 20.0
+        while lost - held > 2.0 and len(found) < 8:
+            figures = asyncio.run(at_rate(engine, asked, seconds=12))
+            found[f"{asked:g} requests/s"] = figures
+            holds = figures["ttft p99, s"] < 5 and figures["tbt p99, ms"] < 25 and not figures["refused"]
+            held, lost = (asked, lost) if holds else (held, asked)
+            asked = round(2 * held if math.isinf(lost) else (held + lost) / 2, 1)
+    finally:
+        engine.close()
+    return {"highest that holds, requests/s": held, **found}
+
+
+async def at_rate(engine: Engine, per_second: float, seconds: float) -> dict[str, Any]:
+    count = int(per_second * seconds)
+    lengths = RandomLoad(input_tokens=256, output_tokens=144, spread=0.8)
+    requests = random_requests(count, lengths, seed=0, ids=range(100, 30_000))
+    target = InProcess(engine, {"temperature": 0.6, "ignore_eos": True}, time.perf_counter)
+    outcomes, took = await drive(target, requests, arrivals(count, per_second, 1.0, seed=1), None, time.perf_counter)
+    answered = [each for each in outcomes if not each.error]
+    gaps = [gap for each in answered for gap in each.gaps]
+    return {
+        "ttft p99, s": statistics.quantiles([each.ttft for each in answered], n=100)[98],
+        "tbt p99, ms": 1e3 * statistics.quantiles(gaps, n=100)[98],
+        "refused": len(outcomes) - len(answered),
+        "tokens/s": sum(each.output_tokens for each in answered) / took,
+    }
+
+
 def beside_transformers() -> dict[str, Any]:
     chance = random.Random(0)
     prompts = [[chance.randrange(32000) for _ in range(chance.randint(32, 512))] for _ in range(256)]
@@ -78,7 +131,7 @@ def beside_transformers() -> dict[str, Any]:
     ours = shards.load(model, None, lambda each: each.initialize(), device=CUDA, dtype=torch.bfloat16)
     engine = Engine(ours, settings=Settings(context=1024, token_budget=16384))
     greedy = SamplingParams(max_tokens=144, temperature=0, ignore_eos=True)
-    engine.generate(prompts[:8], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+    engine.generate([[number] * 300 for number in range(8)], SamplingParams(max_tokens=16, ignore_eos=True))
     began = time.perf_counter()
     engine.generate(prompts, greedy)
     mine = written / (time.perf_counter() - began)
@@ -235,6 +288,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "transformers": beside_transformers,
     "step": steps,
     "where": where,
+    "parts": parts,
+    "rate": rate,
 }
 
 

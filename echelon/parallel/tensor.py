@@ -255,7 +255,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
 
 
 def kv_heads_of(attention: Any) -> int:
-    """How many a whole attention has."""
+    """How many an attention has; of one that is split, this rank."""
     return int(attention.qkv.weight.shape[0] // attention.head_dim // (attention.queries_per_key + 2))
 
 

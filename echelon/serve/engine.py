@@ -58,7 +58,7 @@ class _Flight(NamedTuple):
 
     spans: list[Span]
     last: list[_Writing]
-    chosen: Chosen | None
+    chosen: Chosen
     began: float
     can_be_followed: bool  # by a step that is launched before this one's tokens are known
 
@@ -296,7 +296,7 @@ class Engine:
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a step's tokens, and give them to those who still want them."""
-        chosen = [] if flight.chosen is None else flight.chosen.result()
+        chosen = flight.chosen.result()
         now = time.perf_counter()
         seconds = now - max(self._landed, flight.began)  # whoever answers waits from one token to the next
         self._landed = now

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from echelon.models.parts import SwiGLU
 from echelon.parallel import shards
-from echelon.serve import kernels, memory
-from echelon.serve.graphs import Graph
+from echelon.parallel.tensor import kv_heads_of
+from echelon.serve import kernels
+from echelon.serve.graphs import Captures, Graph
 from echelon.serve.sample import COLUMNS, Chosen, Draw, columns, sample
 from echelon.serve.step import PENDING, Part, Shape
 
@@ -36,13 +37,13 @@ class Fused:
 
     @torch.no_grad()
     def __init__(self, model: Any, shape: Shape, token_budget: int, sizes: list[int]) -> None:
-        self._model, self._page_size = model, shape.page_size
+        self._model = model
         weight = model.norm.weight
         self._device, attention = weight.device, model.blocks[0].attention
         self._nobody = shape.rows
         self._table_RP = torch.full((shape.rows + 1, shape.row_pages), shape.pages, device=self._device).int()
         self._latest_R = torch.zeros(shape.rows + 1, dtype=torch.int64, device=self._device)
-        cache = shape.pages + 1, shape.page_size, memory.kv_heads(attention), attention.head_dim
+        cache = shape.pages + 1, shape.page_size, kv_heads_of(attention), attention.head_dim
         self._caches = [(weight.new_zeros(cache), weight.new_zeros(cache)) for _ in model.blocks]
         self._turns_LD = (
             None if attention.rope is None else _turns(attention, shape.row_pages * shape.page_size, self._device)
@@ -59,15 +60,16 @@ class Fused:
         )
         self._packet = torch.zeros(room, dtype=torch.int32, device=self._device)
         on_gpu = self._device.type == "cuda"  # else Triton's interpreter computes, for tests
-        self._pinned = [torch.empty(room, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+        self._pinned = [
+            (torch.empty(room, dtype=torch.int32, pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None)
+            for _ in range(2)
+        ]
         self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
-        self._sizes, self._pool = sorted(sizes), torch.cuda.graph_pool_handle() if sizes else None
+        self._sizes, self._captures = sorted(sizes), Captures() if sizes else None
         self._graphs = {size: self._capture(size) for size in reversed(self._sizes)}
 
     def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
-        """Begin a step: parts of one token first, then the others. What it draws, for the parts that want a token; none
-        without such parts, or where another rank draws (`draws` is None).
-        """
+        """See `way.Way`."""
         answers = next((place for place, part in enumerate(parts) if len(part.tokens) > 1), len(parts))
         size = self._size(answers) if answers == len(parts) else None
         places, tiles, last, pages = self._plan(parts, size)
@@ -78,7 +80,7 @@ class Fused:
         whole = None if size is None else self._graphs[size]
         hidden_TD = self._forward(places_3T, answers, tiles_2X) if whole is None else whole.replay()
         if not len(last_R):
-            return None
+            return None if draws is None else Chosen(self._latest_R[:0], None, [])
         logits_RV = self._model.head(hidden_TD[last_R])
         if draws is None:
             return None
@@ -129,11 +131,11 @@ class Fused:
         )
 
     def _send(self, arrays: list[NDArray[np.int32]]) -> list[Tensor]:
-        """In one copy. The one before the last is over when this is called, but the last may be under way: so the host
-        has two places for them.
-        """
-        pinned = self._pinned[0]
+        """In one copy, from one of two places, so that the last one may still be under way; not the one before it."""
+        pinned, copied = self._pinned[0]
         self._pinned.reverse()
+        if copied is not None:
+            copied.synchronize()
         host, sent, start = pinned.numpy(), [], 0
         for array in arrays:
             end = start + array.size
@@ -141,6 +143,8 @@ class Fused:
             sent.append(self._packet[start:end].view(array.shape))
             start = end
         self._packet[:start].copy_(pinned[:start], non_blocking=True)
+        if copied is not None:
+            copied.record()
         return sent
 
     def _capture(self, size: int) -> Graph:
@@ -149,7 +153,8 @@ class Fused:
         none = self._packet[:0].view(2, 0)
         compute = partial(self._forward, places_3T, size, none)
         compute()  # kernels are compiled, and libraries take their memory, before anything is captured
-        return Graph(compute, self._pool, shards.meeting_of(self._model))
+        assert self._captures is not None
+        return Graph(compute, self._captures, shards.meeting_of(self._model))
 
     def _forward(self, places_3T: Tensor, answers: int, tiles_2X: Tensor) -> Tensor:
         """The hidden states of all places, normed."""
@@ -186,7 +191,7 @@ class Fused:
         if answers:
             alone = self._numbers_T[:answers], self._ones_T[:answers]
             splits = self._splits(answers * cache[0].shape[2])
-            kernels.attend(q_THD, *alone, *where, out_THD, queries=1, splits=splits)
+            kernels.attend(q_THD[:answers], *alone, *where, out_THD[:answers], queries=1, splits=splits)
         if tiles_2X.numel():
             kernels.attend(q_THD, tiles_2X[0], tiles_2X[1], *where, out_THD, queries=self._queries)
         added_TD: Tensor = attention.out(out_THD.flatten(1))
@@ -203,6 +208,10 @@ def misfit(model: Any) -> str:
     block = model.blocks[0]
     if block.post_norm or not isinstance(model.norm, nn.RMSNorm | nn.LayerNorm):
         return "its norms stand elsewhere"
+    if any(type(parameter) is not nn.Parameter for parameter in block.parameters()):
+        return "its weights are quantized"
+    if model.norm.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it is in {model.norm.weight.dtype}"
     if block.attention.head_dim % 2:
         return f"its heads have {block.attention.head_dim} features, an odd number"
     return ""
@@ -214,14 +223,30 @@ def _norm(norm: Any, stream_TD: Tensor, added_TD: Tensor | None) -> Tensor:
     return kernels.norm(stream_TD, added_TD, norm.weight, bias, norm.eps, centred=centred)
 
 
+@torch.no_grad()
+def join_mlps(model: Any) -> None:
+    """Let gate and up be parts of one tensor, so that they can be one product."""
+    for block in model.blocks:
+        if isinstance(block.mlp, SwiGLU) and _joined(block.mlp) is None:
+            gate, up = block.mlp.gate.weight, block.mlp.up.weight
+            gate.data, up.data = torch.cat([gate, up]).chunk(2)
+
+
+def _joined(mlp: Any) -> Tensor | None:
+    """The weights of gate and up as one, if they lie one behind the other."""
+    gate, up = mlp.gate.weight.data, mlp.up.weight.data
+    is_one = gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+    if not is_one or up.storage_offset() != gate.storage_offset() + gate.numel():
+        return None
+    return torch.as_strided(gate, (len(gate) + len(up), gate.shape[1]), gate.stride(), gate.storage_offset())
+
+
 def _mlp(mlp: Any) -> Any:
-    """With one product for gate and up, whose weights are parts of one tensor from now on."""
+    """With one product for gate and up."""
     if not isinstance(mlp, SwiGLU):
         return mlp
-    if not hasattr(mlp, "both"):
-        mlp.both = torch.cat([mlp.gate.weight, mlp.up.weight])
-        mlp.gate.weight.data, mlp.up.weight.data = mlp.both.chunk(2)
-    both: Any = mlp.both
+    both = _joined(mlp)
+    assert both is not None
     bias = None if mlp.gate.bias is None else torch.cat([mlp.gate.bias, mlp.up.bias])
     return lambda x_TD: mlp.down(kernels.gated(F.linear(x_TD, both, bias)))
 

@@ -15,16 +15,21 @@ from torch import Tensor
 from echelon.parallel.shards import Meeting
 
 
+class Captures:
+    """What graphs that are replayed one after another can share: memory, and a stream to be captured on."""
+
+    def __init__(self) -> None:
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+
+
 class Graph:
-    """What `compute` launches. Its input lies where it was during the capture, and so does what it returns.
+    """What `compute` launches. Its input lies where it was during the capture, and so does what it returns."""
 
-    Graphs of one `pool` (`torch.cuda.graph_pool_handle`) share memory: they must be replayed one after another.
-    """
-
-    def __init__(self, compute: Callable[[], Tensor], pool: Any, meeting: Meeting | None) -> None:
+    def __init__(self, compute: Callable[[], Tensor], captures: Captures, meeting: Meeting | None) -> None:
         self._pieces: list[Callable[[], object]] = []
-        self._pool = pool
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        self._pool = captures.pool
+        here, beside = torch.cuda.current_stream(), captures.stream
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             self._begin()

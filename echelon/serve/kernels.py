@@ -19,6 +19,7 @@ a tile of queries of one sequence with all heads that share a key, so that each 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -93,7 +94,7 @@ def attend(
     rows = max(triton.next_power_of_2(queries * shared), 16)
     padded = max(triton.next_power_of_2(dim), 16)
     wide = q_THD.dtype == torch.float32
-    keys = 32 if wide else (128 if rows <= 16 and padded <= 128 else 64)
+    keys, stages = _keys_and_stages(keys_PSGD, rows, padded)
     tiles = len(firsts_X)
     parts = largest = total = out_THD
     if splits > 1:
@@ -102,13 +103,31 @@ def attend(
     _attend[(tiles, heads, splits)](
         q_THD, firsts_X, counts_X, rows_T, positions_T, table_RP, keys_PSGD, values_PSGD, parts, largest,
         total,         math.log2(math.e) / math.sqrt(dim), table_RP.stride(0), heads, shared, dim, page_size, splits,
-        rows, keys, padded, "ieee" if wide else "tf32", num_warps=4 if rows <= 64 else 8, num_stages=2 if wide else 3,
+        rows, keys, padded, "ieee" if wide else "tf32", num_warps=4 if rows <= 64 else 8, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(len(q_THD), q_THD.shape[1])](
             parts, largest, total, out_THD, q_THD.shape[1], dim, splits, triton.next_power_of_2(splits),
             triton.next_power_of_2(dim), num_warps=1 if splits * dim <= 2048 else 4,
         )  # fmt: skip
+
+
+def _keys_and_stages(keys_PSGD: Tensor, rows: int, padded: int) -> tuple[int, int]:
+    """How many keys a program takes at once, and how many such loads are under way: what a processor's memory holds."""
+    element = keys_PSGD.element_size()
+    most = _shared_memory(keys_PSGD.device) - rows * padded * element
+    keys, stages = (32, 2) if element == 4 else (128 if rows <= 16 else 64, 3)
+    while 2 * keys * padded * element * stages > most and keys > 16:
+        keys, stages = (keys, stages - 1) if stages > 2 else (keys // 2, stages)
+    return keys, stages
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have of it."""
+    if device.type != "cuda":
+        return 2**18  # the interpreter does not mind
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
 def gated(both_TF: Tensor) -> Tensor:

@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from echelon.launch.identity import identity
-from echelon.serve.request import SamplingParams
-from echelon.serve.sample import Draw
+from echelon.parallel.tensor import kv_heads_of
+from echelon.serve.rehearsal import rehearse
 from echelon.serve.settings import Settings
-from echelon.serve.step import Part, Shape
+from echelon.serve.step import Shape
+from echelon.serve.way import build, choose, prepare
 
 _SHARE_OF_HOST = 0.2  # of what is free: a host has others to serve
+_SHARE_OF_GPU = 0.85  # the same, where steps are not measured
 _RESERVE_OF_GPU = 2**29  # bytes that libraries may still take, and that fragments of memory may cost
 
 
 def shape(model: Any, settings: Settings, group: dist.ProcessGroup | None) -> Shape:
     """At most as many pages as all requests that run at once can fill, and the same number on all ranks."""
-    a_page = page_bytes(model, settings.page_size)
-    most = settings.context or model.config.context
-    row_pages = -(-most // settings.page_size)
+    a_page, row_pages = page_bytes(model, settings.page_size), _row_pages(model, settings)
     device = next(model.parameters()).device
-    room = settings.cache_gib * 2**30 or _free(model, settings, device, group)
+    try:
+        room = settings.cache_gib * 2**30 or _free(model, settings, device, group)
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            f"beside the model there is no memory for steps of {settings.token_budget} tokens and "
+            f"{settings.most_running} requests: lower --token-budget or --most-running, or serve over more ranks"
+        ) from None
     count = min(int(room // a_page), settings.most_running * row_pages)
     if group is not None and group.size() > 1:
         least = torch.tensor(count)
@@ -49,60 +54,55 @@ def context(model: Any, settings: Settings, pages: int) -> int:
     return min(int(settings.context or model.config.context), pages * settings.page_size)
 
 
+def _row_pages(model: Any, settings: Settings) -> int:
+    return -(-int(settings.context or model.config.context) // settings.page_size)
+
+
 def page_bytes(model: Any, page_size: int) -> int:
     """Of the keys and values of all layers, on this rank."""
     per_token = 0
     for block in model.blocks:
-        per_token += 2 * block.attention.head_dim * kv_heads(block.attention)
+        per_token += 2 * block.attention.head_dim * kv_heads_of(block.attention)
     element: int = next(model.parameters()).element_size()
     return int(per_token * page_size * element)
-
-
-def kv_heads(attention: Any) -> int:
-    """How many of them this rank has."""
-    rows = attention.qkv.weight.shape[0] // attention.head_dim
-    return int(rows // (attention.queries_per_key + 2))
 
 
 def _free(model: Any, settings: Settings, device: torch.device, group: dist.ProcessGroup | None) -> float:
     if device.type != "cuda":
         ranks_here = identity().local_size or identity().size
         return _SHARE_OF_HOST * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
-    steps = _taken_by_steps(model, settings, device, group is None or group.rank() == 0)
+    with torch.cuda.device(device):
+        return _left_on_gpu(model, settings, device, group)
+
+
+def _left_on_gpu(model: Any, settings: Settings, device: torch.device, group: dist.ProcessGroup | None) -> float:
+    is_fused = choose(model, settings).fused
+    steps = _taken_by_steps(model, settings, device, group is None or group.rank() == 0) if is_fused else 0.0
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     gpus: list[Any] = [gpu]
     if group is not None:
         gpus = [None] * group.size()
         dist.all_gather_object(gpus, gpu, group)  # after which none is still measuring
-    free = torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0] / gpus.count(gpu)
     if group is not None:
         dist.barrier(group)  # before which none takes its share
-    return (free - _RESERVE_OF_GPU) / gpus.count(gpu) - steps
+    if not is_fused:  # then what a step takes grows with the lengths of its sequences
+        return _SHARE_OF_GPU * free
+    return free - _RESERVE_OF_GPU - steps
 
 
 def _taken_by_steps(model: Any, settings: Settings, device: torch.device, draws_here: bool) -> float:
-    """Bytes, beside weights and cache; all ranks that share a model measure together, and one draws."""
-    from echelon.serve.way import build
-
+    """Bytes, beside weights and cache: of the largest steps, over a cache that is just large enough for them."""
+    prepare(model)
     pages = -(-settings.token_budget // settings.page_size) + settings.most_running
+    small = Shape(pages, settings.page_size, settings.most_running, _row_pages(model, settings))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    way = build(model, Shape(pages, settings.page_size, settings.most_running, pages), settings)
-    with torch.inference_mode():
-        for parts, draws in _largest_steps(settings, pages):
-            way.launch(parts, draws if draws_here else None)
-    torch.cuda.synchronize(device)
+    way = build(model, small, settings)
+    rehearse(way, small, settings.token_budget, context(model, settings, pages), draws_here)
     taken = torch.cuda.max_memory_reserved(device) - before
     del way
     gc.collect()
     torch.cuda.empty_cache()
     return taken - page_bytes(model, settings.page_size) * pages
-
-
-def _largest_steps(settings: Settings, pages: int) -> Iterator[tuple[list[Part], list[Draw]]]:
-    """A prompt of all tokens that a step may have; and as many answers as there may be, drawn in the costliest way."""
-    draw = Draw(SamplingParams(top_p=0.5, top_k=2, logprobs=1), (0, 0), [0], 1)
-    yield [Part(0, 0, [0] * settings.token_budget, 0, list(range(pages)), True)], [draw]
-    rows = range(settings.most_running)
-    yield [Part(row, 0, [0], 0, [row], True) for row in rows], [draw for _ in rows]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.serve import fixed, memory
+from echelon.parallel.tensor import kv_heads_of
+from echelon.serve import fixed
 from echelon.serve.attention import PagedAttention, plan
 from echelon.serve.sample import Chosen, Draw, sample
 from echelon.serve.step import Part, Shape
@@ -22,7 +23,7 @@ class Plain:
         self._table: list[list[int]] = [[] for _ in range(shape.rows)]
         self._layers = [
             PagedAttention(
-                (shape.pages, shape.page_size, memory.kv_heads(block.attention), block.attention.head_dim),
+                (shape.pages, shape.page_size, kv_heads_of(block.attention), block.attention.head_dim),
                 model.norm.weight,
                 reproducible,
             )
@@ -34,9 +35,15 @@ class Plain:
             fixed.fix(model)
 
     def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
-        """See `Fused.launch`; here all is done on return."""
+        """See `way.Way`."""
         logits_RV = self.compute(parts)
-        return sample(logits_RV, draws) if draws else None
+        if draws is None:
+            return None
+        return (
+            sample(logits_RV, draws)
+            if draws
+            else Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None, [])
+        )
 
     def compute(self, parts: list[Part]) -> Tensor:
         """The logits after the last tokens of those parts that want them, in their order."""

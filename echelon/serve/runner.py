@@ -8,14 +8,17 @@ job's store.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from echelon.comm.torch_compat import default_store
-from echelon.serve import way
+from echelon.serve import memory, way
+from echelon.serve.rehearsal import rehearse
 from echelon.serve.sample import Chosen, Draw
 from echelon.serve.settings import Settings
 from echelon.serve.step import Part, Shape, pack, unpack
@@ -32,16 +35,26 @@ class Runner:
         self.model = model.eval()
         self._group = group if group is not None and group.size() > 1 else None
         self._rests, self._is_resting = 0, False
-        self._way = way.build(model, shape, settings)
+        device = next(model.parameters()).device
+        self._on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        try:
+            with self._on_device():
+                self._way = way.build(model, shape, settings)
+                if way.choose(model, settings).fused:
+                    most = memory.context(model, settings, shape.pages)
+                    rehearse(self._way, shape, settings.token_budget, most, group is None or group.rank() == 0)
+        except torch.OutOfMemoryError:
+            raise ValueError("there is no memory for the cache: lower --cache-gib, or serve over more ranks") from None
 
     @torch.inference_mode()
-    def launch(self, parts: list[Part], draws: list[Draw]) -> Chosen | None:
-        """Begin a step; `draws` tell how the next tokens are drawn of those parts that want one, in their order. None
-        if none does.
-        """
+    def launch(self, parts: list[Part], draws: list[Draw]) -> Chosen:
+        """Begin a step: see `way.Way`."""
         if self._group is not None:
             self._tell([_STEP, *pack(parts)])
-        return self._way.launch(parts, draws)
+        with self._on_device():
+            chosen = self._way.launch(parts, draws)
+        assert chosen is not None
+        return chosen
 
     def rest(self) -> None:
         """There is nothing to do for now: the other ranks need not look for it all the time."""
@@ -63,7 +76,8 @@ class Runner:
             if told[0] == _REST:
                 default_store().wait([_waking(told[1])], _LONG)
             else:
-                self._way.launch(unpack(told[1:]), None)
+                with self._on_device():
+                    self._way.launch(unpack(told[1:]), None)
 
     def _tell(self, numbers: list[int]) -> None:
         if self._is_resting:

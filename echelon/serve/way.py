@@ -15,7 +15,10 @@ from echelon.serve.step import Part, Shape
 
 
 class Way(Protocol):
-    def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None: ...
+    def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
+        """Begin a step: parts of one token first, then the others. `draws` tell how the next tokens are drawn of those
+        that want one, in their order; they are None where another rank draws, and then so is what is returned.
+        """
 
 
 class Choice(NamedTuple):
@@ -56,12 +59,20 @@ def obstacle(device: torch.device, settings: Settings) -> str:
     return "" if settings.fused else "fused kernels are turned off"
 
 
+def prepare(model: Any) -> None:
+    """Lay a model's weights out for the engine's own kernels, once, before memory is measured."""
+    from echelon.serve.fused import join_mlps
+
+    join_mlps(model)
+
+
 def build(model: Any, shape: Shape, settings: Settings) -> Way:
     choice = choose(model, settings)
     if not choice.fused:
         return Plain(model, shape, settings.reproducible)
     from echelon.serve.fused import Fused
 
+    prepare(model)
     return Fused(model, shape, settings.token_budget, sizes(settings.most_running) if choice.graphs else [])
 
 

@@ -21,6 +21,7 @@ from tests.serve.models import SHAPES, small
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 PROMPTS = [[7], list(range(16)), list(range(40, 57)), list(range(100, 170))]
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+FEW = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 LIMITS: dict[str, Any] = {"cache_gib": 0.02, "token_budget": 24, "most_running": 3}
 
 
@@ -38,6 +39,15 @@ def test_greedy_tokens_are_those_of_the_cpu(name: str, off: str) -> None:
     settings = {off: False} if off else {}
     assert way.choose(model, Settings(**settings)).fused == (off != "fused")
     assert tokens(model, GREEDY, **settings) == tokens(small(name), GREEDY)
+
+
+def test_a_long_prompt_alone_is_read_in_many_steps_that_draw_nothing() -> None:
+    answers = []
+    for model in (small().cuda(), small()):
+        engine = Engine(model, settings=Settings(cache_gib=0.02, token_budget=2, most_running=2))
+        answers.append(engine.generate([list(range(100, 220))], FEW))
+        engine.close()
+    assert answers[0][0].choices == answers[1][0].choices
 
 
 def test_chance_is_that_of_the_cpu() -> None:
@@ -94,6 +104,15 @@ def test_two_thousand_requests() -> None:
     expected = reference.generate([requests[each][0] for each in whole], [requests[each][1] for each in whole])
     reference.close()
     assert [found[each] for each in whole] == [list(answer.choices[0].tokens) for answer in expected]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-0.6b"])
+def test_with_the_usual_settings(name: str) -> None:
+    """Of all limits; GPT-2 has learned positions for fewer tokens than a step may have."""
+    engine = Engine(small(name).cuda())
+    answers = engine.generate(PROMPTS, GREEDY)
+    engine.close()
+    assert [answer.choices[0].tokens for answer in answers] == tokens(small(name), GREEDY)
 
 
 def test_the_cache_takes_what_is_left_and_steps_still_fit() -> None:

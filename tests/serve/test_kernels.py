@@ -6,15 +6,20 @@ tests/gpu/test_serve_kernels.py and test_serve.py have the same comparisons, lar
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from echelon.models.tokenizer import Bytes
 from echelon.serve import memory, way
 from echelon.serve.engine import Engine
+from echelon.serve.quantize import quantize
 from echelon.serve.request import SamplingParams
 from echelon.serve.settings import Settings
+from echelon.serve.step import PENDING, Part
+from echelon.serve.text import Text
 from tests.serve import kernels as checks
 from tests.serve.models import small
 
@@ -63,7 +68,7 @@ def test_draw(kernels: Any, rows: int, vocabulary: int) -> None:
 
 def answers(name: str, params: list[SamplingParams], **settings: Any) -> list[tuple[tuple[int, ...], ...]]:
     """In a cache so small that requests are pre-empted, and in steps so small that prompts are cut."""
-    model = small(name)
+    model = small(name, layers=1)
     limits: dict[str, Any] = {"page_size": 2, "cache_gib": 34.5 * memory.page_bytes(model, 2) / 2**30}
     engine = Engine(model, settings=Settings(token_budget=24, most_running=3, **limits, **settings))
     found = engine.generate([list(range(30, 46)), list(range(40, 55)), list(range(100, 130))], params)
@@ -87,3 +92,42 @@ def test_tokens_are_those_of_the_plain_way(
     expected = answers(name, params)
     monkeypatch.setattr(way, "has_kernels", lambda device: True)
     assert answers(name, params, graphs=False, ahead=ahead) == expected
+
+
+def test_answers_that_end_by_themselves_end_one_step_late_and_unseen(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(range(30, 40)), list(range(60, 80)), list(range(5))]
+    params = SamplingParams(max_tokens=10, temperature=0, logprobs=1)
+
+    def ask(text: Text, more: SamplingParams) -> list[Any]:
+        engine = Engine(small(layers=1), text, Settings(cache_gib=0.01, most_running=3, token_budget=32, graphs=False))
+        found = engine.generate(prompts, [params, more, params])
+        assert engine._scheduler.pages.used == 0
+        engine.close()
+        return [[(each.text, each.tokens, each.finish) for each in answer.choices] for answer in found]
+
+    whole = ask(Text(Bytes()), params)
+    end, stop = whole[0][0][1][3], chr(whole[1][0][1][5])  # a token of the first answer, a letter of the second
+    text, more = Text(Bytes(), ends=[end]), replace(params, stop=(stop,)) if stop.isascii() else params
+    expected = ask(text, more)
+    assert expected[0][0][2] == "stop"
+    monkeypatch.setattr(way, "has_kernels", lambda device: True)
+    from echelon.serve.fused import Fused
+
+    launched: list[Part] = []
+    launch = Fused.launch
+    monkeypatch.setattr(
+        Fused, "launch", lambda self, parts, draws: launched.extend(parts) or launch(self, parts, draws)
+    )
+    assert ask(text, more) == expected
+    assert any(part.tokens == [PENDING] for part in launched), "no step was launched ahead, so that was not tried"
+
+
+def test_what_the_kernels_cannot_compute_is_computed_plainly(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(way, "has_kernels", lambda device: True)
+    assert way.choose(small(), Settings()).fused
+    assert way.choose(small().double(), Settings()).why_not == "it is in torch.float64"
+    assert way.choose(quantize(small().bfloat16(), "int8"), Settings()).why_not == "its weights are quantized"
+    assert way.choose(small(), Settings(fused=False)).why_not == "fused kernels are turned off"
+    assert way.choose(small(), Settings(reproducible=True)).why_not == "reproducible"

@@ -1,0 +1,48 @@
+"""The largest steps that an engine can take, computed before it begins: so kernels are compiled, and memory measured.
+
+Nothing is known of the cache then, so what these steps leave in it is never found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from echelon.serve.request import SamplingParams
+from echelon.serve.sample import Draw
+from echelon.serve.step import Part, Shape
+from echelon.serve.way import Way
+
+_COSTLY = Draw(SamplingParams(top_p=0.5, top_k=2, min_p=0.1, logprobs=1), (0, 0), [0], 1)
+_USUAL = Draw(SamplingParams(), (0, 0), [0], 1)
+
+
+@torch.inference_mode()
+def rehearse(way: Way, shape: Shape, token_budget: int, context: int, draws_here: bool) -> None:
+    """All ranks that share a model do it together, and one draws. No sequence is longer than `context`."""
+    for parts, draw in _steps(shape, token_budget, context):
+        chosen = way.launch(parts, [draw] * len(parts) if draws_here else None)
+        if chosen is not None:
+            chosen.result()
+
+
+def _steps(shape: Shape, token_budget: int, context: int) -> Iterator[tuple[list[Part], Draw]]:
+    """Prompts alone; an answer beside prompts; answers alone, drawn in the usual and in the costliest way."""
+    whole = _prompts(shape, token_budget, context)
+    yield whole, _USUAL
+    yield [whole[0]._replace(tokens=[0]), *whole[1:]], _USUAL
+    answers = [Part(row, 0, [0], 0, [row % shape.pages], True) for row in range(shape.rows)]
+    yield answers, _USUAL
+    yield answers, _COSTLY
+
+
+def _prompts(shape: Shape, token_budget: int, context: int) -> list[Part]:
+    parts: list[Part] = []
+    page, left = 0, min(token_budget, shape.pages * shape.page_size)
+    while left > 0 and page < shape.pages and len(parts) < shape.rows:
+        length = min(left, context, (shape.pages - page) * shape.page_size)
+        used = -(-length // shape.page_size)
+        parts.append(Part(len(parts), 0, [0] * length, 0, list(range(page, page + used)), True))
+        page, left = page + used, left - length
+    return sorted(parts, key=lambda part: len(part.tokens) > 1)
