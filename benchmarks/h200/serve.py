@@ -9,6 +9,7 @@ Random weights in bf16; each part can be asked for alone:
   reads the bytes that such a step must read: weights, and keys and values
 - where: the time of a step of the first part's model with 256 sequences, by kind of kernel
 - parts: the first part again, with one of the engine's choices turned off at a time
+- fp8: the third part and the first, with weights and activations of the blocks in 8-bit floats
 - rate: requests of 256 ± 224 tokens in and 144 ± 112 out for the Llama of 8B, arriving at random: the highest rate at
   which 99 of 100 first tokens come within 5 s, and 99 of 100 others within 25 ms of the one before
 """
@@ -43,6 +44,7 @@ from echelon.parallel import shards  # noqa: E402
 from echelon.serve import memory, way  # noqa: E402
 from echelon.serve.engine import Engine  # noqa: E402
 from echelon.serve.load import load  # noqa: E402
+from echelon.serve.quantize import quantize, weight_bytes  # noqa: E402
 from echelon.serve.request import SamplingParams  # noqa: E402
 from echelon.serve.sample import Draw  # noqa: E402
 from echelon.serve.settings import Settings  # noqa: E402
@@ -54,12 +56,14 @@ PUBLISHED = {"mini-sglang": 20_711, "nano-vllm": 19_638}  # tokens a second, on 
 CUDA = torch.device("cuda")
 
 
-def throughput(**turned_off: bool) -> dict[str, Any]:
+def throughput(quantized: str = "", **turned_off: bool) -> dict[str, Any]:
     chance = random.Random(0)
     lengths = [(chance.randint(100, 1024), chance.randint(100, 1024)) for _ in range(256)]
     prompts = [[chance.randrange(10_000) for _ in range(read)] for read, _ in lengths]
     params = [SamplingParams(max_tokens=write, temperature=0.6, ignore_eos=True) for _, write in lengths]
     loaded = load("qwen3-0.6b", random=True, device="cuda")
+    if quantized:
+        quantize(loaded.model, quantized)
     began = time.perf_counter()
     settings = Settings(context=2048, token_budget=16384, most_running=256, **turned_off)
     engine = Engine(loaded.model, loaded.text, settings)
@@ -182,8 +186,14 @@ def transformers_speed(prompts: list[list[int]]) -> float:
     return 144 * len(prompts) / seconds
 
 
-def steps() -> dict[str, Any]:
+def fp8() -> dict[str, Any]:
+    return steps("fp8") | {"throughput, tokens/s": throughput("fp8")["tokens/s"]}
+
+
+def steps(quantized: str = "") -> dict[str, Any]:
     loaded = load("llama3-8b", random=True, device="cuda")
+    if quantized:
+        quantize(loaded.model, quantized)
     speed = reading_speed()
     found: dict[str, Any] = {"reading, TB/s": speed / 1e12}
     for batch in (1, 64):
@@ -260,7 +270,7 @@ def timed(launch: Callable[[], Any], steps: int = 50, rounds: int = 5) -> float:
 
 def bytes_of_step(model: Any, batch: int, length: int) -> float:
     """That it must read: all weights but the table of tokens, unless that is the head as well; keys and values."""
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights = weight_bytes(model)
     weights -= 0 if model.tied else model.tokens.weight.nbytes
     return weights + batch * (length + 1) * memory.page_bytes(model, 1)
 
@@ -289,6 +299,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "step": steps,
     "where": where,
     "parts": parts,
+    "fp8": fp8,
     "rate": rate,
 }
 

@@ -56,7 +56,7 @@ def check_device(device: torch.device) -> None:
     """Whether a device multiplies so. CPUs do, but slowly: to try things."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_GPU:
         name = torch.cuda.get_device_name(device)
-        raise ValueError(f"fp8 needs a GPU of compute capability 8.9 or later, and {name} is older: fp8 = false")
+        raise ValueError(f"fp8 needs a GPU of compute capability 8.9 or later, and {name} is older: do without")
 
 
 def convert(model: nn.Module) -> nn.Module:

@@ -43,7 +43,7 @@ Tp = Annotated[
 ]
 Precision = Annotated[str, typer.Option(help="auto (as stored), fp32, bf16 or fp16.", rich_help_panel=_HOW)]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_HOW)]
-Quantize = Annotated[str, typer.Option(help="none, int8 (weights) or int8-dynamic.", rich_help_panel=_HOW)]
+Quantize = Annotated[str, typer.Option(help="none, int8 (weights), int8-dynamic or fp8.", rich_help_panel=_HOW)]
 Threads = Annotated[int, typer.Option(help="Of each rank; 0: as many as are good.", rich_help_panel=_HOW)]
 Reproducible = Annotated[
     bool,

@@ -25,6 +25,7 @@ from echelon.models.parts import SwiGLU
 from echelon.parallel import shards
 from echelon.parallel.tensor import kv_heads_of
 from echelon.serve import kernels
+from echelon.serve.fp8 import Fp8Weight
 from echelon.serve.graphs import Captures, Graph
 from echelon.serve.sample import COLUMNS, Chosen, Draw, columns, sample
 from echelon.serve.step import PENDING, Part, Shape
@@ -208,8 +209,8 @@ def misfit(model: Any) -> str:
     block = model.blocks[0]
     if block.post_norm or not isinstance(model.norm, nn.RMSNorm | nn.LayerNorm):
         return "its norms stand elsewhere"
-    if any(type(parameter) is not nn.Parameter for parameter in block.parameters()):
-        return "its weights are quantized"
+    if any(type(parameter) not in (nn.Parameter, Fp8Weight) for parameter in block.parameters()):
+        return "its weights are quantized to int8"
     if model.norm.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it is in {model.norm.weight.dtype}"
     if block.attention.head_dim % 2:
@@ -225,20 +226,35 @@ def _norm(norm: Any, stream_TD: Tensor, added_TD: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def join_mlps(model: Any) -> None:
-    """Let gate and up be parts of one tensor, so that they can be one product."""
+    """Let gate and up be parts of one weight, so that they can be one product."""
     for block in model.blocks:
         if isinstance(block.mlp, SwiGLU) and _joined(block.mlp) is None:
-            gate, up = block.mlp.gate.weight, block.mlp.up.weight
-            gate.data, up.data = torch.cat([gate, up]).chunk(2)
+            gate, up = block.mlp.gate, block.mlp.up
+            for one, other in zip(_tensors(gate.weight), _tensors(up.weight), strict=True):
+                one.data, other.data = torch.cat([one, other]).chunk(2)
 
 
 def _joined(mlp: Any) -> Tensor | None:
     """The weights of gate and up as one, if they lie one behind the other."""
-    gate, up = mlp.gate.weight.data, mlp.up.weight.data
-    is_one = gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
-    if not is_one or up.storage_offset() != gate.storage_offset() + gate.numel():
+    gate, up = mlp.gate.weight, mlp.up.weight
+    both: list[Any] = [_behind(one.data, other.data) for one, other in zip(_tensors(gate), _tensors(up), strict=True)]
+    if any(each is None for each in both):
         return None
-    return torch.as_strided(gate, (len(gate) + len(up), gate.shape[1]), gate.stride(), gate.storage_offset())
+    whole: Tensor = Fp8Weight.made(both[0], both[1], gate.dtype) if isinstance(gate, Fp8Weight) else both[0]
+    return whole
+
+
+def _tensors(weight: Tensor) -> list[Tensor]:
+    """What holds a weight's values: itself, unless it is in 8 bits."""
+    return [weight.data8_NK, weight.scale_N1] if isinstance(weight, Fp8Weight) else [weight]
+
+
+def _behind(one: Tensor, other: Tensor) -> Tensor | None:
+    """Two tensors as one, if they are parts of one."""
+    is_one = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if not is_one or other.storage_offset() != one.storage_offset() + one.numel():
+        return None
+    return torch.as_strided(one, (len(one) + len(other), one.shape[1]), one.stride(), one.storage_offset())
 
 
 def _mlp(mlp: Any) -> Any:

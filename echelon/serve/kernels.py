@@ -8,6 +8,7 @@ microseconds whatever it does:
     enter     from the product `qkv`: the norms of queries and keys, their rotation, and the way into the cache
     attend    queries over pages; `merge` where the keys of a sequence were split over several programs
     gated     SwiGLU's activation
+    in_8_bits what fp8 products are made of: each row's largest value, and the row over it
     draw      the next tokens, with chance and without
 
 What lies in a packet (see fused.py) may lie anywhere in it: kernels are not compiled anew for where it does.
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_SMALLEST = tl.constexpr(2.0**-94)  # as in fp8.py
 _LOWEST = tl.constexpr(-1e30)  # below any score, and yet finite: differences are never of two infinities
 
 
@@ -137,6 +139,17 @@ def gated(both_TF: Tensor) -> Tensor:
     block = 1024
     _gated[(tokens, triton.cdiv(width, block))](both_TF, out_TF, width, block, num_warps=4)
     return out_TF
+
+
+def in_8_bits(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row in e4m3 over its own scale, and the scales (fp32)."""
+    x_MK = x_MK.contiguous()
+    rows, columns = x_MK.shape
+    out_MK = torch.empty_like(x_MK, dtype=torch.float8_e4m3fn)
+    scale_M1 = torch.empty(rows, 1, dtype=torch.float32, device=x_MK.device)
+    block = triton.next_power_of_2(columns)
+    _in_8_bits[(rows,)](x_MK, out_MK, scale_M1, columns, block, num_warps=min(max(block // 512, 1), 16))
+    return out_MK, scale_M1
 
 
 def draw(logits_RV: Tensor, temperatures_R: Tensor, keys_2R: Tensor, places_R: Tensor) -> Tensor:
@@ -300,6 +313,16 @@ def _gated(both, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-de
     # As in the model, the activation is rounded before it is multiplied.
     activated = (gate * tl.sigmoid(gate)).to(both.dtype.element_ty)
     tl.store(out + row * width + place, activated * up, inside)
+
+
+@triton.jit
+def _in_8_bits(x, out, scales, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = place < columns
+    value = tl.load(x + row * columns + place, inside, 0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(value)), _SMALLEST) / 448.0
+    tl.store(scales + row, scale)
+    tl.store(out + row * columns + place, (value / scale).to(out.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from echelon.models.presets import nearest
 from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
 
-QUANTIZED = ("none", "int8", "int8-dynamic")
+QUANTIZED = ("none", "int8", "int8-dynamic", "fp8")
 
 
 class OptionError(ValueError):

@@ -1,7 +1,8 @@
-"""The weights of a model's blocks in 8 bits, through torchao: a quarter of fp32's memory, half of bf16's.
+"""The weights of a model's blocks in 8 bits: a quarter of fp32's memory, half of bf16's.
 
-`int8` keeps activations as they are; `int8-dynamic` rounds them too, row by row, and multiplies in integers. Each
-output feature has a scale of its own. Embedding, head and norms stay as they are: rounding is felt most there.
+`int8` keeps activations as they are; `int8-dynamic` rounds them too, row by row, and multiplies in integers (both
+through torchao); `fp8` rounds both to 8-bit floats (fp8.py), for GPUs that multiply these. Each output feature has a
+scale of its own. Embedding, head and norms stay as they are: rounding is felt most there.
 
 Which is faster depends (benchmarks/quantize.py). On a CPU a step that writes a few tokens waits for the weights, and
 `int8` in a bf16 model fetches half as much; many rows at once, as in reading long prompts, are what `int8-dynamic` is
@@ -19,7 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-KINDS = ("int8", "int8-dynamic")
+from echelon.parallel.fp8 import check_device
+from echelon.serve import fp8
+
+KINDS = ("int8", "int8-dynamic", "fp8")
 LAYERS = ("qkv", "out", "up", "gate", "down")
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -33,8 +37,10 @@ def quantize(model: ModelType, kind: str) -> ModelType:
     """Quantize a model's blocks, in place: a whole one, or this rank's shards (`parallel.shards`)."""
     if kind not in KINDS:
         raise QuantizeError(f"quantization {kind!r} is none of {', '.join(KINDS)}")
-    int8 = _int8()
-    apply = int8.quantize_weight if kind == "int8" else int8.quantize_both
+    if kind == "fp8":
+        apply = fp8.quantize_weight
+    else:
+        apply = _int8().quantize_weight if kind == "int8" else _int8().quantize_both
     linears = [module for name, module in model.named_modules() if name.rpartition(".")[2] in LAYERS]
     if not linears:
         raise QuantizeError(
@@ -43,8 +49,22 @@ def quantize(model: ModelType, kind: str) -> ModelType:
     for linear in linears:
         if not isinstance(linear, nn.Linear) or linear.weight.is_meta:
             raise QuantizeError("a model is quantized when its weights are there: fill it first")
+        if kind == "fp8":
+            _check_fp8(linear)
         apply(linear)
     return model
+
+
+def _check_fp8(linear: nn.Linear) -> None:
+    try:
+        check_device(linear.weight.device)
+    except ValueError as error:
+        raise QuantizeError(str(error)) from None
+    if any(side % fp8.MULTIPLE for side in linear.weight.shape):
+        raise QuantizeError(
+            f"fp8 multiplies in blocks of {fp8.MULTIPLE}, and the model has a weight of {list(linear.weight.shape)} on "
+            "this rank: take another kind, or another number of ranks"
+        )
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -54,8 +54,8 @@ def join(options: Options) -> dist.ProcessGroup | None:
 
 def _load(options: Options, group: dist.ProcessGroup | None) -> Loaded:
     precision = options.precision
-    if precision == "auto" and options.quantize == "int8":
-        precision = "bf16"  # in fp32 it would save memory alone (quantize.py)
+    if precision == "auto" and options.quantize in ("int8", "fp8"):
+        precision = "bf16"  # in fp32 they would save memory alone (quantize.py)
     how: dict[str, Any] = {"precision": precision, "device": options.device, "group": group}
     if options.random:
         loaded = load(options.random, random=True, **how)

@@ -50,6 +50,12 @@ def test_gated(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+def test_in_8_bits(dtype: torch.dtype) -> None:
+    for rows, columns in ((1, 16), (3, 48), (200, 3072), (2, 14336)):
+        checks.check_in_8_bits(kernels, "cuda", dtype, rows, columns)
+
+
+@DTYPES
 def test_draw(dtype: torch.dtype) -> None:
     for rows, vocabulary in ((1, 5), (8, 300), (64, 9000), (256, 151936)):
         checks.check_draw(kernels, "cuda", dtype, rows, vocabulary)

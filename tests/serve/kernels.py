@@ -16,6 +16,7 @@ from torch import Tensor
 
 from echelon.models import counter
 from echelon.models.parts import Rope
+from echelon.serve.fp8 import in_8_bits_plainly
 from echelon.serve.request import SamplingParams
 from echelon.serve.sample import Draw, columns, draw_plainly
 
@@ -143,6 +144,15 @@ def check_gated(kernels: Any, device: str, dtype: torch.dtype, rows: int, width:
     both = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(width)).to(device, dtype)
     gate, up = both.chunk(2, -1)
     assert close(kernels.gated(both), F.silu(gate) * up, dtype)
+
+
+def check_in_8_bits(kernels: Any, device: str, dtype: torch.dtype, rows: int, columns: int) -> None:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns)).to(device, dtype)
+    x[-1] = 0
+    for found, scales in (kernels.in_8_bits(x), in_8_bits_plainly(x)):
+        wrong = (found.double() * scales - x.double()).abs()
+        assert (wrong <= 1.001 * (x.double().abs() / 16 + scales * 2**-10)).all(), "half of the last bit at most"
+        assert torch.allclose(scales, x.float().abs().amax(-1, keepdim=True) / 448, rtol=1e-6)
 
 
 def check_draw(kernels: Any, device: str, dtype: torch.dtype, rows: int, vocabulary: int) -> None:

@@ -1,6 +1,7 @@
 """The GPU's way of serving in Triton's interpreter, to test it where there is no GPU; small, since that is slow.
 
-tests/gpu/test_serve_kernels.py and test_serve.py have the same comparisons, larger, with compiled kernels and graphs.
+tests/gpu/test_serve_kernels.py and test_serve.py have the same comparisons, larger, with compiled kernels and graphs;
+and the kernel that rounds to 8-bit floats, at which the interpreter errs: it loses carries into the exponent.
 """
 
 from __future__ import annotations
@@ -94,6 +95,22 @@ def test_tokens_are_those_of_the_plain_way(
     assert answers(name, params, graphs=False, ahead=ahead) == expected
 
 
+def test_fp8_is_computed_by_the_kernels_too(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gate and up as one product, of weights in 8 bits."""
+
+    def ask() -> list[Any]:
+        model = quantize(small(layers=1, dim=64, heads=4, kv_heads=2, mlp_dim=96), "fp8")
+        engine = Engine(model, settings=Settings(cache_gib=0.01, most_running=2, token_budget=32, graphs=False))
+        found = engine.generate([list(range(20)), [7]], SamplingParams(max_tokens=6, temperature=0, logprobs=1))
+        engine.close()
+        return [each for answer in found for each in answer.choices[0].logprobs]
+
+    expected = ask()
+    monkeypatch.setattr(way, "has_kernels", lambda device: True)
+    for ours, theirs in zip(ask(), expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=0.1)
+
+
 def test_answers_that_end_by_themselves_end_one_step_late_and_unseen(
     kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +145,6 @@ def test_what_the_kernels_cannot_compute_is_computed_plainly(kernels: Any, monke
     monkeypatch.setattr(way, "has_kernels", lambda device: True)
     assert way.choose(small(), Settings()).fused
     assert way.choose(small().double(), Settings()).why_not == "it is in torch.float64"
-    assert way.choose(quantize(small().bfloat16(), "int8"), Settings()).why_not == "its weights are quantized"
+    assert way.choose(quantize(small().bfloat16(), "int8"), Settings()).why_not == "its weights are quantized to int8"
     assert way.choose(small(), Settings(fused=False)).why_not == "fused kernels are turned off"
     assert way.choose(small(), Settings(reproducible=True)).why_not == "reproducible"

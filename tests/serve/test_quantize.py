@@ -15,20 +15,24 @@ from echelon import models
 from echelon.models.gpt import GPTConfig
 from echelon.models.llama import LlamaConfig
 from echelon.parallel import shards
+from echelon.serve import fp8
 from echelon.serve.quantize import KINDS, LAYERS, QuantizeError, quantize, weight_bytes
 
 CONFIGS = {
     "gpt": GPTConfig(vocabulary=61, context=64, dim=64, layers=2, heads=4),
-    "llama": LlamaConfig(vocabulary=61, dim=64, layers=2, heads=8, kv_heads=2, mlp_dim=80, qkv_bias=True, tied=True),
+    "llama": LlamaConfig(vocabulary=61, dim=64, layers=2, heads=8, kv_heads=2, mlp_dim=96, qkv_bias=True, tied=True),
 }
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR = 0.04  # of logits, relative; what is rounded to 8 bits is wrong by about a hundredth, to 7 by twice that
+NEAR_FP8 = 0.16  # which have 3 bits after the point, and round activations, too
 
 
 def near(kind: str) -> float:
     """CPUs whose sums could overflow have a bit less for products of integers."""
     from torchao.utils import should_reduce_range
 
+    if kind == "fp8":
+        return NEAR_FP8
     return NEAR * (2 if kind == "int8-dynamic" and should_reduce_range(torch.device("cpu")) else 1)
 
 
@@ -66,7 +70,10 @@ def test_only_the_layers_of_blocks_are_rounded(kind):
     before, after = dict(filled("llama").named_parameters()), quantize(filled("llama"), kind)
     for name, parameter in after.named_parameters():
         *_, layer, which = name.split(".")
-        if layer in LAYERS and which == "weight":
+        if layer in LAYERS and which == "weight" and kind == "fp8":
+            wrong = (parameter.data8_NK.float() * parameter.scale_N1 - before[name]).abs()
+            assert (wrong <= before[name].abs() / 15 + parameter.scale_N1 * 2**-9).all(), name
+        elif layer in LAYERS and which == "weight":
             assert parameter.qdata.dtype == torch.int8
             wrong = (parameter.dequantize() - before[name]).abs()
             assert (wrong <= 0.51 * parameter.scale).all(), name
@@ -92,6 +99,19 @@ def test_the_kernel_for_few_rows_computes_what_torchao_does(rows, features, bias
     assert error(ours, expected) < 0.02
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_fp8_multiplies_what_it_has_rounded(bias):
+    layer = nn.Linear(96, 80, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(3, 5, 96).to(torch.bfloat16)
+    x[0, 0] = 0
+    (x8, x_scale), (w8, w_scale) = fp8.in_8_bits(x), fp8.in_8_bits(layer.weight)
+    expected = (x8.double() * x_scale) @ (w8.double() * w_scale).T + (layer.bias.double() if bias else 0)
+    got = quantize(nn.ModuleDict({"up": layer}), "fp8")["up"](x)
+    assert got.dtype == torch.bfloat16
+    assert error(got, expected) < 0.005
+
+
 def test_what_the_weights_take():
     bf16, fp32 = filled("llama", torch.bfloat16), filled("llama")
     assert weight_bytes(fp32) == 2 * weight_bytes(bf16) == sum(each.nbytes for each in fp32.parameters())
@@ -99,6 +119,7 @@ def test_what_the_weights_take():
     rows = sum(each.shape[0] for name, each in fp32.blocks.named_parameters() if each.dim() == 2)
     saved = weight_bytes(fp32) - weight_bytes(quantize(fp32, "int8"))
     assert saved == 3 * blocks - 5 * rows  # each row has a scale in fp32, and a zero point
+    assert weight_bytes(bf16) - weight_bytes(quantize(bf16, "fp8")) == blocks - 4 * rows
 
 
 def errors_on_shards() -> dict[tuple[str, str, torch.dtype], float]:
@@ -115,7 +136,7 @@ def errors_on_shards() -> dict[tuple[str, str, torch.dtype], float]:
 
 def test_each_rank_quantizes_its_shards(ranks):
     wrong = ranks(2, errors_on_shards)[0]
-    assert len(wrong) == 8
+    assert len(wrong) == 12
     assert all(0 < each < near(kind) for (_, kind, _), each in wrong.items()), wrong
 
 
@@ -124,6 +145,10 @@ def test_what_cannot_be_quantized_is_refused():
         quantize(filled("gpt"), "int3")
     with pytest.raises(QuantizeError, match="Sequential has none of the layers that are quantized, by name: qkv, out"):
         quantize(nn.Sequential(nn.Linear(2, 2)), "int8")
+    with pytest.raises(
+        QuantizeError, match=r"fp8 multiplies in blocks of 16, and the model has a weight of \[40, 64\]"
+    ):
+        quantize(nn.ModuleDict({"up": nn.Linear(64, 40)}), "fp8")
     with torch.device("meta"):
         empty = models.build(CONFIGS["gpt"])
     with pytest.raises(QuantizeError, match="fill it first"):
