@@ -218,6 +218,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for so many of its tokens, if there are any left."""
         missing = self.pages.needed(tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
         if missing > self.pages.free:
             return False
         for _ in range(missing):

@@ -30,6 +30,7 @@ class Text:
         names: dict[str, str] | None = None,
     ) -> None:
         self._tokenizer, self._template, self._names = tokenizer, template, names or {}
+        self._alone: dict[int, str] = {}  # as many as there are tokens, at most
         self.ends = frozenset(ends) or frozenset(() if tokenizer.end is None else (tokenizer.end,))
 
     @classmethod
@@ -65,6 +66,13 @@ class Text:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens))
+
+    def alone(self, token: int) -> str:
+        """The text of a token by itself, which is asked for once a token."""
+        known = self._alone.get(token)
+        if known is None:
+            known = self._alone[token] = self.decode([token])
+        return known
 
     def token(self, token: int) -> str:
         """The text of a token inside a text: at the beginning of one, some tokenizers drop its space."""
@@ -129,7 +137,8 @@ class Writer:
         return text
 
     def _new_text(self, final: bool) -> str:
-        before = self._text.decode(self._tokens[self._context : self._written])
+        known = self._tokens[self._context : self._written]
+        before = self._text.alone(known[0]) if len(known) == 1 else self._text.decode(known)
         text = self._text.decode(self._tokens[self._context :])
         incomplete = text.endswith(_UNKNOWN) and len(self._tokens) - self._written < _LONGEST_CHARACTER
         if (incomplete and not final) or len(text) <= len(before):

@@ -168,7 +168,7 @@ def test_a_failed_job_ends_although_its_launcher_does_not(tmp_path, capfd):
 def test_leftovers_of_killed_launchers_are_removed():
     dead = subprocess.Popen(["true"])
     dead.wait()
-    left, mine = (start._memory() / f"echelon-{number}-test" for number in (dead.pid, os.getpid()))
+    left, mine = (start.memory_folder() / f"echelon-{number}-test" for number in (dead.pid, os.getpid()))
     for folder in (left, mine):
         folder.mkdir()
         (folder / "0").touch()
