@@ -108,7 +108,7 @@ class Engine:
         self._writing: dict[Scheduled, _Writing] = {}
         self._later: dict[Stream, list[_Writing]] = {}  # further answers: they begin when the first has read the prompt
         self._changed = threading.Condition()
-        self._landed = 0.0  # when the last step did
+        self._landed: float | None = None  # when the last step did, if another follows at once
         self._is_draining = self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -257,6 +257,7 @@ class Engine:
                 self._leave_cancelled()
                 if self._writing or flying:
                     return True
+                self._landed = None
                 if self._pacer is not None:
                     self._pacer.pause()
                 if not self._changed.wait(_REST_SECONDS):
@@ -298,7 +299,7 @@ class Engine:
         """Wait for a step's tokens, and give them to those who still want them."""
         chosen = flight.chosen.result()
         now = time.perf_counter()
-        seconds = now - max(self._landed, flight.began)  # whoever answers waits from one token to the next
+        seconds = now - (self._landed or flight.began)  # whoever answers waits from one token to the next
         self._landed = now
         with self._changed:
             taken = [each for each in zip(flight.last, chosen, strict=True) if each[0].sequence in self._writing]
