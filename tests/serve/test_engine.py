@@ -273,10 +273,26 @@ def test_waiting_for_requests_is_no_part_of_a_step() -> None:
     for _ in range(2):
         engine.generate([[1, 2]], SamplingParams(max_tokens=4, ignore_eos=True))
         time.sleep(0.5)
+    engine.close()
     assert engine._pacer is not None
     assert len(engine._pacer._steps) == 8
     assert all(seconds < 0.4 for *_, seconds in engine._pacer._steps)
+
+
+def test_a_step_takes_from_token_to_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Engine._take
+
+    def slowly(self: Engine, *arguments: Any) -> None:
+        take(self, *arguments)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(Engine, "_take", slowly)
+    engine = Engine(small(), settings=Settings(cache_gib=0.02, slo=Slo(tbt=1.0)))
+    engine.generate([[1, 2]], SamplingParams(max_tokens=5, ignore_eos=True))
     engine.close()
+    assert engine._pacer is not None
+    assert len(engine._pacer._steps) == 5
+    assert all(seconds > 0.05 for *_, seconds in list(engine._pacer._steps)[1:]), "those who answer wait for all of it"
 
 
 def test_settings_that_cannot_be() -> None:
