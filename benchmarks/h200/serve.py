@@ -309,6 +309,10 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--json", type=Path, help="where to write the result; parts that are there already are kept")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.parts if name not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}: there are {', '.join(PARTS)}")
+    if not torch.cuda.is_available():
+        parser.error("it needs a CUDA GPU")
     result: dict[str, Any] = {}
     if arguments.json and arguments.json.exists():
         result = json.loads(arguments.json.read_text())

@@ -89,11 +89,10 @@ class Engine:
             )
         shape = memory.shape(model, settings, group)
         self._runner = Runner(model, shape, settings, group=group)
-        choice = way.choose(model, settings)
-        self._is_ahead = choice.ahead
         cache = shape.pages * memory.page_bytes(model, shape.page_size) / 2**30
         self.how = (
-            f"{way.device_text(model)}; {choice}; {shape.pages:,} pages of {shape.page_size} tokens ({cache:.1f} GiB), "
+            f"{way.device_text(model)}; {self._runner.choice}; "
+            f"{shape.pages:,} pages of {shape.page_size} tokens ({cache:.1f} GiB), "
             f"{settings.most_running} requests and {settings.token_budget:,} tokens in a step"
         )
         self.context = memory.context(model, settings, shape.pages)
@@ -290,7 +289,7 @@ class Engine:
         if not spans:
             return None
         chosen = self._runner.launch(parts, draws)
-        can_be_followed = self._is_ahead and not any(draw.looks_back for draw in draws)
+        can_be_followed = self._runner.choice.ahead and not any(draw.looks_back for draw in draws)
         with self._changed:
             scheduler.advance(spans)
         return _Flight(spans, last, chosen, began, can_be_followed)

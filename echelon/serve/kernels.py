@@ -208,10 +208,12 @@ def _enter(  # type: ignore[no-untyped-def]
     if NORMS:
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / DIM + eps)[:, None]
         is_key = line == SHARED
-        of_key_left, of_key_right = tl.load(k_norm + place, place < DIM // 2, 0.0), tl.load(k_norm + DIM // 2 + place, place < DIM // 2, 0.0)  # noqa: E501  # fmt: skip
-        of_q_left, of_q_right = tl.load(q_norm + place, place < DIM // 2, 0.0), tl.load(q_norm + DIM // 2 + place, place < DIM // 2, 0.0)  # noqa: E501  # fmt: skip
-        by_left = scale * tl.where(is_key, of_key_left, of_q_left).to(tl.float32)
-        by_right = scale * tl.where(is_key, of_key_right, of_q_right).to(tl.float32)
+        has_place = place < DIM // 2
+        of_q_left, of_k_left = tl.load(q_norm + place, has_place, 0.0), tl.load(k_norm + place, has_place, 0.0)
+        of_q_right = tl.load(q_norm + DIM // 2 + place, has_place, 0.0)
+        of_k_right = tl.load(k_norm + DIM // 2 + place, has_place, 0.0)
+        by_left = scale * tl.where(is_key, of_k_left, of_q_left).to(tl.float32)
+        by_right = scale * tl.where(is_key, of_k_right, of_q_right).to(tl.float32)
         # As in the model, what was normed is rounded before it is rotated.
         left = tl.where(is_value, left, (left * by_left).to(qkv.dtype.element_ty).to(tl.float32))
         right = tl.where(is_value, right, (right * by_right).to(qkv.dtype.element_ty).to(tl.float32))

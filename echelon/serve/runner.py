@@ -32,7 +32,8 @@ class Runner:
     """`shape` is that of the cache; `group` has the ranks that share the model."""
 
     def __init__(self, model: Any, shape: Shape, settings: Settings, *, group: dist.ProcessGroup | None = None) -> None:
-        self.model = model.eval()
+        model.eval()
+        self.choice = way.choose(model, settings)
         self._group = group if group is not None and group.size() > 1 else None
         self._rests, self._is_resting = 0, False
         device = next(model.parameters()).device
@@ -40,7 +41,7 @@ class Runner:
         try:
             with self._on_device():
                 self._way = way.build(model, shape, settings)
-                if way.choose(model, settings).fused:
+                if self.choice.fused:
                     most = memory.context(model, settings, shape.pages)
                     rehearse(self._way, shape, settings.token_budget, most, group is None or group.rank() == 0)
         except torch.OutOfMemoryError:
