@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         of_text = arguments.model or trained(Path(folder), arguments.steps)
-        quality = read(of_text)
+        quality = read(of_text, CONTENDERS)
     times = timed(arguments.rounds)
     rows = {name: quality[name] | {"times": times[name]} for name in CONTENDERS}
     print_table(rows)
@@ -65,7 +65,7 @@ def python_files(held_out: bool) -> bytes:
     return b"".join(file.read_bytes() for index, file in enumerate(files) if (index % 20 == 19) is held_out)
 
 
-def trained(folder: Path, steps: int) -> Path:
+def trained(folder: Path, steps: int, model: dict[str, int] = SMALL, device: str = "cpu") -> Path:
     """A Hugging Face folder with a model that has learned from the rest."""
     from echelon.train.config import parse
     from echelon.train.loop import Trainer
@@ -73,9 +73,9 @@ def trained(folder: Path, steps: int) -> Path:
     (folder / "python.txt").write_bytes(python_files(held_out=False))
     config = parse(
         {
-            "model": {"name": "llama2-7b", **SMALL},
+            "model": {"name": "llama2-7b", **model},
             "data": {"kind": "text", "path": str(folder / "python.txt"), "tokenizer": "bytes", "length": LENGTH},
-            "train": {"steps": steps, "batch": 16, "device": "cpu"},
+            "train": {"steps": steps, "batch": 16, "device": device},
             "optimizer": {"lr": 3e-3},
             "schedule": {"warmup": 30},
         }
@@ -86,12 +86,12 @@ def trained(folder: Path, steps: int) -> Path:
     return folder / "model"
 
 
-def read(folder: Path) -> dict[str, dict[str, float]]:
+def read(folder: Path, contenders: dict[str, tuple[str, str]], device: str = "cpu") -> dict[str, dict[str, float]]:
     """Perplexity on the held-out text, and what the weights take, by contender."""
     tokens = Text.of_folder(folder).encode(python_files(held_out=True).decode())[:READ]
     found = {}
-    for name, (dtype, kind) in CONTENDERS.items():
-        model = hub.load(folder, dtype=DTYPES[dtype]).eval()
+    for name, (dtype, kind) in contenders.items():
+        model = hub.load(folder, dtype=DTYPES[dtype]).to(device).eval()
         if kind:
             quantize(model, kind)
         found[name] = {"perplexity": perplexity(model, tokens, LENGTH), "weights MB": weight_bytes(model) / 1e6}

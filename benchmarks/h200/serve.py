@@ -9,7 +9,8 @@ Random weights in bf16; each part can be asked for alone:
   reads the bytes that such a step must read: weights, and keys and values
 - where: the time of a step of the first part's model with 256 sequences, by kind of kernel
 - parts: the first part again, with one of the engine's choices turned off at a time
-- fp8: the third part and the first, with weights and activations of the blocks in 8-bit floats
+- narrow: weights in 8 bits, int8 and fp8, beside bf16: steps of a Llama of 8B, the first part's speed, and the
+  perplexity on held-out text of a small byte-level Llama that has learned Python's standard library
 - rate: requests of 256 ± 224 tokens in and 144 ± 112 out for the Llama of 8B, arriving at random: the highest rate at
   which 99 of 100 first tokens come within 5 s, and 99 of 100 others within 25 ms of the one before
 """
@@ -24,6 +25,7 @@ import math
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -36,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
+from benchmarks import quantize as quantize_benchmark  # noqa: E402
 from echelon.bench.serve import drive  # noqa: E402
 from echelon.bench.serve_load import RandomLoad, arrivals, random_requests  # noqa: E402
 from echelon.bench.serve_target import InProcess  # noqa: E402
@@ -186,17 +189,32 @@ def transformers_speed(prompts: list[list[int]]) -> float:
     return 144 * len(prompts) / seconds
 
 
-def fp8() -> dict[str, Any]:
-    return steps("fp8") | {"throughput, tokens/s": throughput("fp8")["tokens/s"]}
+def narrow() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in ("", "fp8", "int8"):
+        figures = steps(kind, (1, 16, 64, 256))
+        free()
+        figures["throughput, tokens/s"] = throughput(kind)["tokens/s"]
+        free()
+        found[kind or "bf16"] = figures
+    shape = {"vocabulary": 256, "context": 128, "dim": 512, "layers": 8, "heads": 8, "kv_heads": 4, "mlp_dim": 1408}
+    contenders = {kind or "bf16": ("bf16", kind) for kind in ("", "fp8", "int8")}
+    with tempfile.TemporaryDirectory() as folder:
+        read = quantize_benchmark.read(
+            quantize_benchmark.trained(Path(folder), 1000, shape, "cuda"), {"fp32": ("fp32", ""), **contenders}, "cuda"
+        )
+    for kind, figures in read.items():
+        found.setdefault(kind, {})["perplexity"] = figures["perplexity"]
+    return found
 
 
-def steps(quantized: str = "") -> dict[str, Any]:
+def steps(quantized: str = "", batches: tuple[int, ...] = (1, 64)) -> dict[str, Any]:
     loaded = load("llama3-8b", random=True, device="cuda")
     if quantized:
         quantize(loaded.model, quantized)
     speed = reading_speed()
     found: dict[str, Any] = {"reading, TB/s": speed / 1e12}
-    for batch in (1, 64):
+    for batch in batches:
         settings = Settings(context=2048, token_budget=2048, most_running=batch)
         launch = launcher(loaded.model, settings, batch, length=1024)
         seconds = timed(launch)
@@ -229,7 +247,7 @@ def where() -> dict[str, Any]:
 
 
 def kind_of(kernel: str) -> str:
-    for name in ("_attend", "_merge", "_enter", "_norm", "_gated", "_draw", "_best"):
+    for name in ("_attend", "_merge", "_enter", "_norm", "_gated", "_thin", "_in_8_bits", "_draw", "_best"):
         if name in kernel:
             return name.removeprefix("_")
     is_product = any(word in kernel.lower() for word in ("gemm", "nvjet", "cutlass", "splitk", "gemv"))
@@ -299,7 +317,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "step": steps,
     "where": where,
     "parts": parts,
-    "fp8": fp8,
+    "narrow": narrow,
     "rate": rate,
 }
 

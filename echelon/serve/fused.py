@@ -25,8 +25,8 @@ from echelon.models.parts import SwiGLU
 from echelon.parallel import shards
 from echelon.parallel.tensor import kv_heads_of
 from echelon.serve import kernels
-from echelon.serve.fp8 import Fp8Weight
 from echelon.serve.graphs import Captures, Graph
+from echelon.serve.narrow import NarrowWeight
 from echelon.serve.sample import COLUMNS, Chosen, Draw, columns, sample
 from echelon.serve.step import PENDING, Part, Shape
 
@@ -65,7 +65,6 @@ class Fused:
             (torch.empty(room, dtype=torch.int32, pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None)
             for _ in range(2)
         ]
-        self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
         self._sizes, self._captures = sorted(sizes), Captures() if sizes else None
         self._graphs = {size: self._capture(size) for size in reversed(self._sizes)}
 
@@ -200,7 +199,7 @@ class Fused:
 
     def _splits(self, programs: int) -> int:
         """Over how many programs the keys of an answer are split, so that all processors have some."""
-        wanted = -(-2 * self._processors // programs)
+        wanted = -(-2 * kernels.processors(self._device) // programs)
         return min(1 << (wanted - 1).bit_length(), 32)
 
 
@@ -209,8 +208,8 @@ def misfit(model: Any) -> str:
     block = model.blocks[0]
     if block.post_norm or not isinstance(model.norm, nn.RMSNorm | nn.LayerNorm):
         return "its norms stand elsewhere"
-    if any(type(parameter) not in (nn.Parameter, Fp8Weight) for parameter in block.parameters()):
-        return "its weights are quantized to int8"
+    if any(type(each) is not nn.Parameter and not isinstance(each, NarrowWeight) for each in block.parameters()):
+        return "its weights are torchao's"
     if model.norm.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it is in {model.norm.weight.dtype}"
     if block.attention.head_dim % 2:
@@ -240,13 +239,13 @@ def _joined(mlp: Any) -> Tensor | None:
     both: list[Any] = [_behind(one.data, other.data) for one, other in zip(_tensors(gate), _tensors(up), strict=True)]
     if any(each is None for each in both):
         return None
-    whole: Tensor = Fp8Weight.made(both[0], both[1], gate.dtype) if isinstance(gate, Fp8Weight) else both[0]
+    whole: Tensor = type(gate).made(both[0], both[1], gate.dtype) if isinstance(gate, NarrowWeight) else both[0]
     return whole
 
 
 def _tensors(weight: Tensor) -> list[Tensor]:
     """What holds a weight's values: itself, unless it is in 8 bits."""
-    return [weight.data8_NK, weight.scale_N1] if isinstance(weight, Fp8Weight) else [weight]
+    return [weight.data8_NK, weight.scale_N1] if isinstance(weight, NarrowWeight) else [weight]
 
 
 def _behind(one: Tensor, other: Tensor) -> Tensor | None:

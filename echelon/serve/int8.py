@@ -1,57 +1,42 @@
-"""torchao's 8-bit weights, with a faster product where it has none. Imports torchao: to be imported when it is needed.
+"""Weights in 8-bit integers, for activations that stay as they are.
 
-On CPUs, in bf16: for a few rows torchao widens the whole weight each time, which takes longer than a product with one
-that was always wide. PyTorch has a kernel that widens in registers; it is fast in bf16 alone. Many rows are bound by
-arithmetic, so one widening for all of them is right, but to fp32 where the CPU has no arithmetic in bf16.
+A product with few rows waits for the weight, so it is widened where it is multiplied, in registers: on a GPU by
+`kernels.thin`, on a CPU by a kernel of PyTorch's (fast in bf16 alone). Many rows are bound by arithmetic: one widening
+for all of them is right, on a CPU to fp32 where it has no arithmetic in bf16.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8Tensor, PerRow, quantize_
-from torchao.utils import should_reduce_range
+from torch import Tensor
 
-FEW = 32  # rows
-VECTOR = 32  # features that the kernel takes at once; it does not check whether the last ones are there
+from echelon.serve.narrow import NarrowWeight, has_kernels, kernels
+
+FEW, FEW_ON_CPU = 128, 32  # rows
+VECTOR = 32  # features that PyTorch's kernel takes at once; it does not check whether the last ones are there
+_LARGEST = 127
+_TINY = torch.finfo(torch.float32).tiny * 2**32  # a scale of rows that are nothing but zeros
 
 
-class Int8Weight(Int8Tensor):
-    """A weight in 8 bits, with a scale for each of its rows, for activations that stay as they are."""
-
+class Int8Weight(NarrowWeight):
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        if function is F.linear and arguments[0].is_cpu and arguments[0].dtype == torch.bfloat16:
-            input, *others = arguments
-            if _has_few_rows(input):
-                return _multiply(input, *others, **(named or {}))
+    def rounded(cls, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        scale_N1 = weight_NK.float().abs().amax(-1, keepdim=True).clamp_min(_TINY) / _LARGEST
+        return (weight_NK.float() / scale_N1).round().to(torch.int8), scale_N1
+
+    def times(self, rows_MK: Tensor, bias_N: Tensor | None) -> Tensor:
+        dtype, (count, features) = rows_MK.dtype, rows_MK.shape
+        if has_kernels(rows_MK) and dtype != torch.float32:
+            if count <= FEW:
+                return kernels.thin(rows_MK, None, self.data8_NK, self.scale_N1, bias_N, dtype)
+            return F.linear(rows_MK, kernels.widen(self.data8_NK, self.scale_N1, dtype), bias_N)
+        if rows_MK.is_cpu and dtype == torch.bfloat16:
+            if 0 < count <= FEW_ON_CPU and features % VECTOR == 0:
+                scale_N = self.scale_N1.flatten().to(dtype)
+                out_MN: Tensor = torch._weight_int8pack_mm(rows_MK.contiguous(), self.data8_NK, scale_N)
+                return out_MN if bias_N is None else out_MN + bias_N
             if not torch.cpu._is_avx512_bf16_supported():
-                wide = super().__torch_function__(function, types, (input.float(), *others), named)
-                return wide.to(input.dtype)
-        return super().__torch_function__(function, types, arguments, named)
-
-
-def _has_few_rows(input: Tensor) -> bool:
-    features = input.shape[-1]
-    return features % VECTOR == 0 and 0 < input.numel() // features <= FEW
-
-
-def _multiply(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    rows_ND = input.reshape(-1, input.shape[-1]).contiguous()
-    out_NE = torch._weight_int8pack_mm(rows_ND, weight.qdata, weight.scale.flatten().to(input.dtype))
-    if bias is not None:
-        out_NE += bias
-    return out_NE.view(*input.shape[:-1], -1)
-
-
-def quantize_weight(linear: nn.Linear) -> None:
-    linear.weight = nn.Parameter(Int8Weight.from_hp(linear.weight, granularity=PerRow()), requires_grad=False)
-
-
-def quantize_both(linear: nn.Linear) -> None:
-    """The weight now, and activations as they come; with a bit less where a CPU's sums could overflow."""
-    narrower = should_reduce_range(linear.weight.device)
-    quantize_(linear, Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, reduce_range=narrower))
+                wide_bias_N = None if bias_N is None else bias_N.float()
+                return F.linear(rows_MK.float(), self.data8_NK * self.scale_N1, wide_bias_N).to(dtype)
+        return F.linear(rows_MK, (self.data8_NK * self.scale_N1).to(dtype), bias_N)

@@ -9,6 +9,7 @@ microseconds whatever it does:
     attend    queries over pages; `merge` where the keys of a sequence were split over several programs
     gated     SwiGLU's activation
     in_8_bits what fp8 products are made of: each row's largest value, and the row over it
+    thin      the product of few rows with a weight in 8 bits, which is read as it is; `widen` for many rows
     draw      the next tokens, with chance and without
 
 What lies in a packet (see fused.py) may lie anywhere in it: kernels are not compiled anew for where it does.
@@ -150,6 +151,59 @@ def in_8_bits(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(columns)
     _in_8_bits[(rows,)](x_MK, out_MK, scale_M1, columns, block, num_warps=min(max(block // 512, 1), 16))
     return out_MK, scale_M1
+
+
+def thin(
+    rows_MK: Tensor,
+    row_scale_M1: Tensor | None,
+    weight_NK: Tensor,
+    scale_N1: Tensor,
+    bias_N: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product of rows, in 8-bit floats with scales or as they are, with a weight in 8-bit floats or integers.
+
+    Each program reads 64 or 32 rows of the weight, whole; where these are too few programs for all processors, the sum
+    is split over several, of which the last to end adds up the others' parts.
+    """
+    rows_MK = rows_MK.contiguous()
+    (count, inner), columns = rows_MK.shape, len(weight_NK)
+    rows = min(max(triton.next_power_of_2(count), 16), 64)
+    block, step = 64 if row_scale_M1 is not None else 32, 256
+    blocks = triton.cdiv(columns, block)
+    tiles = triton.cdiv(count, rows)
+    splits = 1 << min(max(3 * processors(rows_MK.device) // (blocks * tiles), 1).bit_length() - 1, 3)
+    room = step * (block + rows * rows_MK.element_size())
+    stages = max(min(_shared_memory(rows_MK.device) // room, 4), 1)
+    out_MN = torch.empty(count, columns, dtype=dtype, device=rows_MK.device)
+    parts = counts = out_MN
+    if splits > 1:
+        parts = torch.empty(tiles, blocks, splits, block * rows, dtype=torch.float32, device=rows_MK.device)
+        counts = _counts(rows_MK.device)
+    _thin[(blocks, tiles, splits)](
+        rows_MK, scale_N1 if row_scale_M1 is None else row_scale_M1, weight_NK, scale_N1,
+        scale_N1 if bias_N is None else bias_N, out_MN, parts, counts, count, columns, inner, row_scale_M1 is not None,
+        bias_N is not None, splits, rows, block, step, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    return out_MN
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _counts(device: torch.device) -> Tensor:
+    """Of programs that have ended, by tile: zeros, before each product and after it."""
+    return torch.zeros(3 * processors(device), dtype=torch.int32, device=device)
+
+
+def widen(weight_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
+    out_NK = torch.empty_like(weight_NK, dtype=dtype)
+    columns, block = weight_NK.shape[1], 4096
+    _widen[(len(weight_NK), triton.cdiv(columns, block))](weight_NK, scale_N1, out_NK, columns, block, num_warps=8)
+    return out_NK
 
 
 def draw(logits_RV: Tensor, temperatures_R: Tensor, keys_2R: Tensor, places_R: Tensor) -> Tensor:
@@ -325,6 +379,57 @@ def _in_8_bits(x, out, scales, columns, BLOCK: tl.constexpr):  # type: ignore[no
     scale = tl.maximum(tl.max(tl.abs(value)), _SMALLEST) / 448.0
     tl.store(scales + row, scale)
     tl.store(out + row * columns + place, (value / scale).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _thin(  # type: ignore[no-untyped-def]
+    x, row_scales, weight, scales, bias, out, parts, counts, rows, columns, inner,
+    IN_8_BITS: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """The weight is the left side of the product: so it goes from registers, where it is widened, to the arithmetic."""
+    block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    column, row = block * COLUMNS + tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
+    has_column, has_row = column < columns, row < rows
+    of_weight, of_x = weight + column.to(tl.int64)[:, None] * inner, x + row[None, :] * inner
+    share = tl.cdiv(tl.cdiv(inner, SPLITS), STEP) * STEP
+    low = split * share
+    high = tl.minimum(low + share, inner)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for begin in range(low, high, STEP):
+        place = begin + tl.arange(0, STEP)
+        inside = place < high
+        right = tl.load(of_x + place[:, None], inside[:, None] & has_row[None, :], 0.0)
+        left = tl.load(of_weight + place[None, :], has_column[:, None] & inside[None, :], 0 if not IN_8_BITS else 0.0)
+        # Hopper adds up products of 8-bit floats in less than fp32: so not more than 128 of them.
+        total = tl.dot(left.to(right.dtype), right, total, max_num_imprecise_acc=128)
+    if SPLITS > 1:
+        element = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        which = tile * tl.num_programs(0) + block
+        of_parts = parts + which.to(tl.int64) * (SPLITS * COLUMNS * ROWS) + element
+        tl.store(of_parts + split * (COLUMNS * ROWS), total)
+        tl.debug_barrier()  # all of this program's part is there before it is counted
+        is_last = tl.atomic_add(counts + which, 1) == SPLITS - 1
+        if is_last:
+            total = tl.zeros([COLUMNS, ROWS], tl.float32)
+            for each in tl.static_range(SPLITS):
+                total += tl.load(of_parts + each * (COLUMNS * ROWS), cache_modifier=".cg")
+            tl.store(counts + which, 0)
+        has_row = row < tl.where(is_last, rows, 0)
+    total *= tl.load(scales + column, has_column, 0.0)[:, None]
+    if IN_8_BITS:
+        total *= tl.load(row_scales + row, has_row, 0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + column, has_column, 0.0).to(tl.float32)[:, None]
+    where = row.to(tl.int64)[None, :] * columns + column[:, None]
+    tl.store(out + where, total.to(out.dtype.element_ty), has_column[:, None] & has_row[None, :])
+
+
+@triton.jit
+def _widen(weight, scales, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.load(weight + row * columns + place, place < columns, 0).to(tl.float32) * tl.load(scales + row)
+    tl.store(out + row * columns + place, wide.to(out.dtype.element_ty), place < columns)
 
 
 @triton.jit

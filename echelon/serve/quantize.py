@@ -1,12 +1,12 @@
 """The weights of a model's blocks in 8 bits: a quarter of fp32's memory, half of bf16's.
 
-`int8` keeps activations as they are; `int8-dynamic` rounds them too, row by row, and multiplies in integers (both
-through torchao); `fp8` rounds both to 8-bit floats (fp8.py), for GPUs that multiply these. Each output feature has a
+`int8` keeps activations as they are (int8.py); `int8-dynamic` rounds them too, row by row, and multiplies in integers
+(through torchao); `fp8` rounds both to 8-bit floats (fp8.py), for GPUs that multiply these. Each output feature has a
 scale of its own. Embedding, head and norms stay as they are: rounding is felt most there.
 
-Which is faster depends (benchmarks/quantize.py). On a CPU a step that writes a few tokens waits for the weights, and
-`int8` in a bf16 model fetches half as much; many rows at once, as in reading long prompts, are what `int8-dynamic` is
-for. In a fp32 model `int8` saves memory alone.
+Which is faster depends (benchmarks/quantize.py, benchmarks/h200/serve.py). A step that writes a few tokens waits for
+the weights, and in a bf16 model `int8` fetches half as much; many rows at once, as in reading long prompts, are what
+`fp8` is for, on a CPU `int8-dynamic`. In a fp32 model `int8` saves memory alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 
 from echelon.parallel.fp8 import check_device
 from echelon.serve import fp8
+from echelon.serve.int8 import Int8Weight
 
 KINDS = ("int8", "int8-dynamic", "fp8")
 LAYERS = ("qkv", "out", "up", "gate", "down")
@@ -37,10 +38,8 @@ def quantize(model: ModelType, kind: str) -> ModelType:
     """Quantize a model's blocks, in place: a whole one, or this rank's shards (`parallel.shards`)."""
     if kind not in KINDS:
         raise QuantizeError(f"quantization {kind!r} is none of {', '.join(KINDS)}")
-    if kind == "fp8":
-        apply = fp8.quantize_weight
-    else:
-        apply = _int8().quantize_weight if kind == "int8" else _int8().quantize_both
+    kinds = {"int8": Int8Weight.quantize, "fp8": fp8.Fp8Weight.quantize}
+    apply = kinds.get(kind) or _int8_dynamic().quantize
     linears = [module for name, module in model.named_modules() if name.rpartition(".")[2] in LAYERS]
     if not linears:
         raise QuantizeError(
@@ -79,15 +78,15 @@ def _parts(parameter: Any) -> list[torch.Tensor]:
     return [part for name in names if (part := getattr(parameter, name)) is not None]
 
 
-def _int8() -> Any:
+def _int8_dynamic() -> Any:
     try:
         with _quiet():
-            from echelon.serve import int8
+            from echelon.serve import int8_dynamic
     except ImportError as error:
         if error.name is None or error.name.split(".")[0] != "torchao":
             raise
-        raise QuantizeError("quantization needs torchao 0.18 or later: pip install 'echelon[quantize]'") from None
-    return int8
+        raise QuantizeError("int8-dynamic needs torchao 0.18 or later: pip install 'echelon[quantize]'") from None
+    return int8_dynamic
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from echelon.parallel import shards
 from echelon.serve import memory, way
 from echelon.serve.engine import Engine
+from echelon.serve.quantize import quantize
 from echelon.serve.request import SamplingParams
 from echelon.serve.runner import Runner
 from echelon.serve.settings import Settings
@@ -61,6 +62,20 @@ def test_chance_is_that_of_the_cpu() -> None:
 def test_bf16_is_served(reproducible: bool) -> None:
     found = tokens(small().bfloat16().cuda(), GREEDY, reproducible=reproducible)
     assert [len(each) for each in found] == [24] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(("kind", "near"), [("int8", 0.05), ("fp8", 0.2)])
+def test_weights_in_8_bits(kind: str, near: float) -> None:
+    """Of the same numbers, in other orders and precisions, come about the same chances: as here, so on the CPU."""
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=1)
+    told = []
+    for device in ("cpu", "cuda"):
+        model = quantize(small(dim=64, heads=4, kv_heads=2, mlp_dim=96).bfloat16().to(device), kind)
+        assert way.choose(model, Settings()).fused == (device == "cuda")
+        engine = Engine(model, settings=Settings(cache_gib=0.02, token_budget=256, most_running=8))
+        told.append([answer.choices[0].logprobs[0].logprob for answer in engine.generate(PROMPTS, params)])
+        engine.close()
+    assert told[1] == pytest.approx(told[0], abs=near)
 
 
 def test_two_thousand_requests() -> None:

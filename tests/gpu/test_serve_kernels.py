@@ -55,6 +55,20 @@ def test_in_8_bits(dtype: torch.dtype) -> None:
         checks.check_in_8_bits(kernels, "cuda", dtype, rows, columns)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_thin(dtype: torch.dtype, in_fp8: bool) -> None:
+    for number, rows in enumerate((1, 5, 16, 33, 64, 100)):
+        for columns, inner in ((16, 16), (80, 608), (1024, 3072), (4096, 14336), (28672, 4096)):
+            checks.check_thin(kernels, "cuda", dtype, (rows, columns, inner), in_fp8, bias=number % 2 == 0)
+
+
+@DTYPES
+def test_widen(dtype: torch.dtype) -> None:
+    for columns, inner in ((1, 8), (80, 600), (300, 14336)):
+        checks.check_widen(kernels, "cuda", dtype, columns, inner)
+
+
 @DTYPES
 def test_draw(dtype: torch.dtype) -> None:
     for rows, vocabulary in ((1, 5), (8, 300), (64, 9000), (256, 151936)):

@@ -17,6 +17,7 @@ from torch import Tensor
 from echelon.models import counter
 from echelon.models.parts import Rope
 from echelon.serve.fp8 import in_8_bits_plainly
+from echelon.serve.int8 import Int8Weight
 from echelon.serve.request import SamplingParams
 from echelon.serve.sample import Draw, columns, draw_plainly
 
@@ -153,6 +154,34 @@ def check_in_8_bits(kernels: Any, device: str, dtype: torch.dtype, rows: int, co
         wrong = (found.double() * scales - x.double()).abs()
         assert (wrong <= 1.001 * (x.double().abs() / 16 + scales * 2**-10)).all(), "half of the last bit at most"
         assert torch.allclose(scales, x.float().abs().amax(-1, keepdim=True) / 448, rtol=1e-6)
+
+
+def check_thin(
+    kernels: Any, device: str, dtype: torch.dtype, shape: tuple[int, int, int], in_fp8: bool, bias: bool
+) -> None:
+    """Twice: what is counted between programs must be forgotten again."""
+    rows, columns, inner = shape
+    generator = torch.Generator().manual_seed(rows * columns)
+    x, w = (torch.randn(each, inner, generator=generator).to(device, dtype) for each in (rows, columns))
+    b = torch.randn(columns, generator=generator).to(device, dtype) if bias else None
+    for _ in range(2):
+        if in_fp8:
+            (x8, x_scale), (w8, scale) = in_8_bits_plainly(x), in_8_bits_plainly(w)
+            found = kernels.thin(x8, x_scale, w8, scale, b, dtype)
+            expected = (x8.double() * x_scale) @ (w8.double() * scale).T
+        else:
+            w8, scale = Int8Weight.rounded(w)
+            found = kernels.thin(x, None, w8, scale, b, dtype)
+            expected = x.double() @ (w8.double() * scale).T
+        expected += 0.0 if b is None else b.double()
+        assert found.dtype == dtype
+        assert close(found, expected, dtype)
+
+
+def check_widen(kernels: Any, device: str, dtype: torch.dtype, columns: int, inner: int) -> None:
+    w = torch.randn(columns, inner, generator=torch.Generator().manual_seed(inner)).to(device)
+    w8, scale = Int8Weight.rounded(w)
+    assert torch.equal(kernels.widen(w8, scale, dtype), (w8 * scale).to(dtype))
 
 
 def check_draw(kernels: Any, device: str, dtype: torch.dtype, rows: int, vocabulary: int) -> None:

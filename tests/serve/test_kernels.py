@@ -62,6 +62,20 @@ def test_gated(kernels: Any, rows: int, width: int) -> None:
     checks.check_gated(kernels, "cpu", torch.float32, rows, width)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 80, 600), (17, 32, 256), (70, 48, 1100)], ids=str)
+def test_thin(kernels: Any, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], in_fp8: bool) -> None:
+    for count in (1, 3):
+        monkeypatch.setattr(kernels, "processors", lambda device, count=count: count)
+        kernels._counts.cache_clear()
+        checks.check_thin(kernels, "cpu", torch.float32, shape, in_fp8, bias=count > 1)
+
+
+@pytest.mark.parametrize("inner", [3, 64, 5000])
+def test_widen(kernels: Any, inner: int) -> None:
+    checks.check_widen(kernels, "cpu", torch.float32, 5, inner)
+
+
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (8, 300), (4, 9000)])
 def test_draw(kernels: Any, rows: int, vocabulary: int) -> None:
     checks.check_draw(kernels, "cpu", torch.float32, rows, vocabulary)
@@ -95,11 +109,14 @@ def test_tokens_are_those_of_the_plain_way(
     assert answers(name, params, graphs=False, ahead=ahead) == expected
 
 
-def test_fp8_is_computed_by_the_kernels_too(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gate and up as one product, of weights in 8 bits."""
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_in_8_bits_are_computed_by_the_kernels_too(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With gate and up as one product."""
 
     def ask() -> list[Any]:
-        model = quantize(small(layers=1, dim=64, heads=4, kv_heads=2, mlp_dim=96), "fp8")
+        model = quantize(small(layers=1, dim=64, heads=4, kv_heads=2, mlp_dim=96), kind)
         engine = Engine(model, settings=Settings(cache_gib=0.01, most_running=2, token_budget=32, graphs=False))
         assert engine._runner.choice.fused == way.has_kernels(torch.device("cpu"))
         found = engine.generate([list(range(20)), [7]], SamplingParams(max_tokens=6, temperature=0, logprobs=1))
@@ -109,7 +126,7 @@ def test_fp8_is_computed_by_the_kernels_too(kernels: Any, monkeypatch: pytest.Mo
     expected = ask()
     monkeypatch.setattr(way, "has_kernels", lambda device: True)
     for ours, theirs in zip(ask(), expected, strict=True):
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=0.1)
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=0.1 if kind == "fp8" else 1e-4)
 
 
 def test_answers_that_end_by_themselves_end_one_step_late_and_unseen(
@@ -147,6 +164,6 @@ def test_what_the_kernels_cannot_compute_is_computed_plainly(kernels: Any, monke
     monkeypatch.setattr(way, "has_kernels", lambda device: True)
     assert way.choose(small(), Settings()).fused
     assert way.choose(small().double(), Settings()).why_not == "it is in torch.float64"
-    assert way.choose(quantize(small().bfloat16(), "int8"), Settings()).why_not == "its weights are quantized to int8"
+    assert way.choose(quantize(small(), "int8-dynamic"), Settings()).why_not == "its weights are torchao's"
     assert way.choose(small(), Settings(fused=False)).why_not == "fused kernels are turned off"
     assert way.choose(small(), Settings(reproducible=True)).why_not == "reproducible"
