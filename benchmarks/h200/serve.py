@@ -101,8 +101,8 @@ def rate() -> dict[str, Any]:
     try:
         asyncio.run(at_rate(engine, 20.0, seconds=4))  # what a step costs is learned
         held, lost = 0.0, math.inf
-        asked = 20.0
-        while lost - held > 2.0 and len(found) < 8:
+        asked = 64.0
+        while lost - held > 4.0:
             figures = asyncio.run(at_rate(engine, asked, seconds=12))
             found[f"{asked:g} requests/s"] = figures
             holds = figures["ttft p99, s"] < 5 and figures["tbt p99, ms"] < 25 and not figures["refused"]

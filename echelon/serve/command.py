@@ -61,7 +61,9 @@ Record = Annotated[
 Fused = Annotated[
     bool, typer.Option("--fused/--no-fused", help="The engine's own kernels, on a GPU.", rich_help_panel=_HOW)
 ]
-Graphs = Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs for answers.", rich_help_panel=_HOW)]
+Graphs = Annotated[
+    bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs of steps that are not large.", rich_help_panel=_HOW)
+]
 Ahead = Annotated[
     bool,
     typer.Option(

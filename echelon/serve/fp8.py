@@ -2,7 +2,8 @@
 
 Each row of what a weight is multiplied with (a token) has a scale of its own: what a token is rounded to depends on no
 other. For few rows a kernel of our own (`kernels.thin`) multiplies the same numbers: PyTorch's libraries have tiles
-made for many, and leave most of a GPU's processors without any.
+made for many, and leave most of a GPU's processors without any. A CPU, which has no such arithmetic, multiplies them in
+fp32, to try it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from echelon.serve.narrow import NarrowWeight, has_kernels, kernels
 
 DTYPE = torch.float8_e4m3fn
 MULTIPLE = 16  # of which both sides of a weight must be one
-FEW = 64  # rows
+FEW = 32  # rows
 _LARGEST = torch.finfo(DTYPE).max
 _TINY = torch.finfo(torch.float32).tiny * 2**32  # a scale of rows that are nothing but zeros
 
@@ -30,16 +31,19 @@ class Fp8Weight(NarrowWeight):
         rows8_MK, scale_M1 = in_8_bits(rows_MK)
         if has_kernels(rows_MK) and len(rows_MK) <= FEW:
             return kernels.thin(rows8_MK, scale_M1, self.data8_NK, self.scale_N1, bias_N, rows_MK.dtype)
-        out_MN: Tensor = F.scaled_mm(
-            rows8_MK,
-            self.data8_NK.T,
-            scale_M1,
-            ScalingType.RowWise,
-            self.scale_N1.T,
-            ScalingType.RowWise,
-            output_dtype=torch.bfloat16,
-        )
-        out_MN = out_MN.to(rows_MK.dtype)
+        if rows_MK.is_cuda:
+            product_MN: Tensor = F.scaled_mm(
+                rows8_MK,
+                self.data8_NK.T,
+                scale_M1,
+                ScalingType.RowWise,
+                self.scale_N1.T,
+                ScalingType.RowWise,
+                output_dtype=torch.bfloat16,
+            )
+        else:
+            product_MN = F.linear(rows8_MK.float() * scale_M1, self.data8_NK.float() * self.scale_N1)
+        out_MN = product_MN.to(rows_MK.dtype)
         return out_MN if bias_N is None else out_MN + bias_N
 
 

@@ -5,15 +5,15 @@ of the step, the tiles in which prompts are read, and what tokens are drawn by. 
 token that the step before has drawn is taken from where that left it, so that a step can be launched before anybody
 has seen the last one's tokens.
 
-A step of answers alone has one of a few sizes, filled up with places that belong to nobody (a row and a page of their
-own), and is a CUDA graph for each size: the whole forward pass is one launch. (See graphs.py.)
+Most steps have one of a few sizes, filled up with places that belong to nobody (a row and a page of their own), and for
+each size there is a CUDA graph: the whole forward pass is one launch. (See graphs.py.) Steps that read more than the
+largest of them are launched kernel by kernel: the GPU has enough to do meanwhile.
 """
 
 from __future__ import annotations
 
-import bisect
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +31,21 @@ from echelon.serve.sample import COLUMNS, Chosen, Draw, columns, sample
 from echelon.serve.step import PENDING, Part, Shape
 
 _TILE = 128  # rows of a tile of a prompt: queries times the heads that share a key
+_PROMPTS = 16  # in a step that is captured, each of which may end with a tile that is not full
+
+
+class Size(NamedTuple):
+    """Of a step: so many answers, and tokens of prompts."""
+
+    answers: int
+    reading: int
 
 
 class Fused:
-    """`sizes` are those that steps of answers are filled up to and captured for; none: nothing is captured."""
+    """`sizes` are those that steps are filled up to and captured for; none: nothing is captured."""
 
     @torch.no_grad()
-    def __init__(self, model: Any, shape: Shape, token_budget: int, sizes: list[int]) -> None:
+    def __init__(self, model: Any, shape: Shape, token_budget: int, sizes: list[Size]) -> None:
         self._model = model
         weight = model.norm.weight
         self._device, attention = weight.device, model.blocks[0].attention
@@ -53,25 +61,25 @@ class Fused:
         self._queries = max(_TILE // attention.queries_per_key, 1)
         if weight.dtype == torch.float32:
             self._queries = max(self._queries // 4, 1)  # of which as many fit into a processor's memory
-        places = max(token_budget, shape.rows)
+        places = max(token_budget, shape.rows, *(sum(size) for size in sizes))
         self._numbers_T = torch.arange(places, dtype=torch.int32, device=self._device)
         self._ones_T = torch.ones_like(self._numbers_T)
-        room = (
-            3 * places + 2 * (places // self._queries + shape.rows) + (1 + COLUMNS + 2 * shape.row_pages) * shape.rows
-        )
+        tiles = places // self._queries + max(shape.rows, _PROMPTS)
+        room = 3 * places + 2 * tiles + (1 + COLUMNS + 2 * shape.row_pages) * shape.rows
         self._packet = torch.zeros(room, dtype=torch.int32, device=self._device)
         on_gpu = self._device.type == "cuda"  # else Triton's interpreter computes, for tests
         self._pinned = [
             (torch.empty(room, dtype=torch.int32, pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None)
             for _ in range(2)
         ]
-        self._sizes, self._captures = sorted(sizes), Captures() if sizes else None
-        self._graphs = {size: self._capture(size) for size in reversed(self._sizes)}
+        self._captures = Captures() if sizes else None
+        self._graphs = {size: self._capture(size) for size in sorted(sizes, key=sum, reverse=True)}
+        self._sizes = list(self._graphs)[::-1]
 
     def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
         """See `way.Way`."""
         answers = next((place for place, part in enumerate(parts) if len(part.tokens) > 1), len(parts))
-        size = self._size(answers) if answers == len(parts) else None
+        size = self._size(parts, answers)
         places, tiles, last, pages = self._plan(parts, size)
         sent = [places, tiles, last, columns(draws or []), pages]
         places_3T, tiles_2X, last_R, columns_CR, pages_2U = self._send(sent)
@@ -88,12 +96,19 @@ class Fused:
         self._latest_R[places_3T[0, last_R].long()] = chosen.tokens_R
         return chosen
 
-    def _size(self, answers: int) -> int | None:
-        """The captured size that fits, if there is one."""
-        at = bisect.bisect_left(self._sizes, answers)
-        return self._sizes[at] if at < len(self._sizes) else None
+    def _size(self, parts: list[Part], answers: int) -> Size | None:
+        """The smallest that was captured of those that have room for a step."""
+        lengths = [len(part.tokens) for part in parts[answers:]]
+        reading, tiles = sum(lengths), sum(-(-length // self._queries) for length in lengths)
+        for size in self._sizes:
+            if size.answers >= answers and size.reading >= reading and self._tiles(size) >= tiles:
+                return size
+        return None
 
-    def _plan(self, parts: list[Part], size: int | None) -> tuple[NDArray[np.int32], ...]:
+    def _tiles(self, size: Size) -> int:
+        return size.reading // self._queries + _PROMPTS if size.reading else 0
+
+    def _plan(self, parts: list[Part], size: Size | None) -> tuple[NDArray[np.int32], ...]:
         """Row, position and token of each place; first place and count of each tile of a prompt; the places whose
         successors are wanted; and where in the table which new pages go.
         """
@@ -105,12 +120,21 @@ class Fused:
         entries: list[int] = []
         pages: list[int] = []
         width = self._table_RP.shape[1]
+
+        def fill(places: int) -> None:
+            more = places - len(rows)
+            rows.extend([self._nobody] * more)
+            positions.extend([0] * more)
+            tokens.extend([0] * more)
+
         for row, start, of_part, first_page, new, is_last in parts:
             count = len(of_part)
             if count == 1:
                 rows.append(row)
                 positions.append(start)
             else:
+                if size is not None and not tiles:
+                    fill(size.answers)
                 first = len(rows)
                 tiles += [(first + at, min(self._queries, count - at)) for at in range(0, count, self._queries)]
                 rows += [row] * count
@@ -121,10 +145,11 @@ class Fused:
             if new:
                 entries += range(row * width + first_page, row * width + first_page + len(new))
                 pages += new
-        more = 0 if size is None else size - len(rows)
-        places = [rows + [self._nobody] * more, positions + [0] * more, tokens + [0] * more]
+        if size is not None:
+            fill(sum(size))
+            tiles += [(0, 0)] * (self._tiles(size) - len(tiles))
         return (
-            np.array(places, np.int32),
+            np.array([rows, positions, tokens], np.int32),
             np.array(tiles, np.int32).reshape(-1, 2).T,
             np.array(last, np.int32),
             np.array([entries, pages], np.int32),
@@ -147,11 +172,12 @@ class Fused:
             copied.record()
         return sent
 
-    def _capture(self, size: int) -> Graph:
-        places_3T = self._packet[: 3 * size].view(3, size)
+    def _capture(self, size: Size) -> Graph:
+        count, tiles = sum(size), self._tiles(size)
+        places_3T = self._packet[: 3 * count].view(3, count)
         places_3T[0], places_3T[1:] = self._nobody, 0
-        none = self._packet[:0].view(2, 0)
-        compute = partial(self._forward, places_3T, size, none)
+        tiles_2X = self._packet[3 * count : 3 * count + 2 * tiles].view(2, tiles).zero_()
+        compute = partial(self._forward, places_3T, size.answers, tiles_2X)
         compute()  # kernels are compiled, and libraries take their memory, before anything is captured
         assert self._captures is not None
         return Graph(compute, self._captures, shards.meeting_of(self._model))

@@ -163,13 +163,13 @@ def thin(
 ) -> Tensor:
     """The product of rows, in 8-bit floats with scales or as they are, with a weight in 8-bit floats or integers.
 
-    Each program reads 64 or 32 rows of the weight, whole; where these are too few programs for all processors, the sum
-    is split over several, of which the last to end adds up the others' parts.
+    A program has 64 or 32 rows of the weight; where these are too few programs for all processors, the sum is split
+    over several, of which the last to end adds up all parts.
     """
     rows_MK = rows_MK.contiguous()
     (count, inner), columns = rows_MK.shape, len(weight_NK)
     rows = min(max(triton.next_power_of_2(count), 16), 64)
-    block, step = 64 if row_scale_M1 is not None else 32, 256
+    block, step = (64, 256) if row_scale_M1 is not None else (32, 256) if rows == 16 else (64, 128)
     blocks = triton.cdiv(columns, block)
     tiles = triton.cdiv(count, rows)
     splits = 1 << min(max(3 * processors(rows_MK.device) // (blocks * tiles), 1).bit_length() - 1, 3)
@@ -335,7 +335,7 @@ def _attend(  # type: ignore[no-untyped-def]
         largest = larger
     is_out = is_query[:, None] & has_place[None, :]
     if SPLITS == 1:
-        result /= total[:, None]
+        result /= tl.where(total == 0, 1.0, total)[:, None]  # 0: of rows that are no query's
         tl.store(out + where[:, None] * DIM + place[None, :], result.to(out.dtype.element_ty), is_out)
     else:
         part = where * SPLITS + split

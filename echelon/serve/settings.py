@@ -23,7 +23,7 @@ class Settings:
     reproducible: bool = False  # whether an answer's bits depend on nothing but its request
     slo: Slo | None = None
     fused: bool = True  # on a GPU: whether the engine's own kernels are used, where they can be
-    graphs: bool = True  # with those: whether steps of answers are CUDA graphs
+    graphs: bool = True  # with those: whether steps that are not large are CUDA graphs
     ahead: bool = True  # with those, on one rank: whether a step is launched before the last one's tokens are known
 
     def __post_init__(self) -> None:

@@ -1,9 +1,10 @@
 """Promises of latency: the largest throughput that keeps them, and an early no to what cannot be kept.
 
 How long a step takes is learned from the steps that were taken: a fixed part, a part for each request that answers and
-one for each token of a prompt (least squares over the recent ones). How far off that may be is learned too, from the
-slowest of them. From both come the most tokens of prompts in a step that ends within the time between two tokens of an
-answer (`tbt`), how many may answer at once, and how long a prompt will wait for its first token (`ttft`).
+one for each token of a prompt (least squares over the recent ones, of those that read prompts and of those that do not:
+one kind may be rare). How far off that may be is learned too, from the slowest of them. From both come the most tokens
+of prompts in a step that ends within the time between two tokens of an answer (`tbt`), how many may answer at once, and
+how long a prompt will wait for its first token (`ttft`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _UNITS = {"s": 1.0, "ms": 1e-3}
-_RECENT, _ENOUGH = 200, 8  # steps: learned from at most, and at least
+_RECENT, _ENOUGH = 100, 8  # steps: of each kind that is learned from, and after which is learned anew
 _SAFETY = 1.1
 _LEAST = 16  # tokens of prompts in a step: they go on, whatever was promised
 
@@ -45,7 +46,9 @@ class Pacer:
 
     def __init__(self, slo: Slo, most_tokens: int) -> None:
         self.slo, self._most_tokens = slo, most_tokens
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=_RECENT)  # 1, answering, reading, seconds
+        self._answered: deque[tuple[float, ...]] = deque(maxlen=_RECENT)  # 1, answering, reading, seconds
+        self._read: deque[tuple[float, ...]] = deque(maxlen=_RECENT)
+        self._taken = 0
         self._costs: NDArray[np.float64] | None = None  # of the first three
         self._slack = 0.0  # seconds by which the slowest of recent steps took longer than expected
         self._between_ends = 0.0  # seconds
@@ -53,10 +56,11 @@ class Pacer:
 
     def took(self, answering: int, reading: int, seconds: float) -> None:
         """A step has been taken: the next tokens of so many answers, and so many tokens of prompts."""
-        self._steps.append((1.0, answering, reading, seconds))
-        if len(self._steps) < _ENOUGH:
+        (self._read if reading else self._answered).append((1.0, answering, reading, seconds))
+        self._taken += 1
+        if self._taken % _ENOUGH:
             return
-        steps = np.array(self._steps)
+        steps = np.array([*self._answered, *self._read])
         self._costs = np.linalg.lstsq(steps[:, :3], steps[:, 3], rcond=1e-6)[0].clip(1e-9)
         self._slack = max(float(np.quantile(steps[:, 3] - steps[:, :3] @ self._costs, 0.99)), 0.0)
 

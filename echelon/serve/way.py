@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         if not self.fused:
             return f"PyTorch's own operations ({self.why_not})"
-        graphs = "CUDA graphs for answers" if self.graphs else "no CUDA graphs"
+        graphs = "CUDA graphs" if self.graphs else "no CUDA graphs"
         ahead = "launched one step ahead" if self.ahead else "one step at a time"
         return f"fused kernels, {graphs}, {ahead}"
 
@@ -70,16 +70,31 @@ def build(model: Any, shape: Shape, settings: Settings) -> Way:
     choice = choose(model, settings)
     if not choice.fused:
         return Plain(model, shape, settings.reproducible)
-    from echelon.serve.fused import Fused
+    from echelon.serve.fused import Fused, Size
 
     prepare(model)
-    return Fused(model, shape, settings.token_budget, sizes(settings.most_running) if choice.graphs else [])
+    sizes: list[Size] = []
+    if choice.graphs:
+        sizes = [Size(answers, 0) for answers in sizes_of_answers(settings.most_running)]
+        if shards.meeting_of(model) is None:  # else all that ranks exchange would be kept, for each of these
+            sizes += [Size(*size) for size in sizes_of_mixed(settings.most_running, settings.token_budget)]
+    return Fused(model, shape, settings.token_budget, sizes)
 
 
-def sizes(most: int) -> list[int]:
-    """Of steps of answers, up to so many: near enough to each other that little is computed in vain."""
+def sizes_of_answers(most: int) -> list[int]:
+    """Of steps of answers alone, up to so many: near enough to each other that little is computed in vain."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max(most, 256), 32)]
     return [*(size for size in steps if size < most), most]
+
+
+def sizes_of_mixed(most: int, budget: int) -> list[tuple[int, int]]:
+    """Of steps that read prompts, too: answers, and tokens of prompts. Steps that read more take so long that launching
+    their kernels one by one does not matter.
+    """
+    answers = sorted({max(most // part, 1) for part in (16, 4, 2, 1)})
+    largest = min(budget, 1024)
+    reading = [*(size for size in (16, 64, 128, 256, 384, 512, 768) if size < largest), largest]
+    return [(each, read) for each in answers for read in reading]
 
 
 def has_kernels(device: torch.device) -> bool:

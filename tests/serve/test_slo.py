@@ -42,6 +42,14 @@ def test_steps_are_learned() -> None:
     assert pacer.most_running() == int((0.05 / 1.1 - 0.018) / 0.0002), "prompts go on beside them"
 
 
+def test_what_reading_takes_is_not_forgotten_while_nothing_is_read() -> None:
+    pacer = Pacer(Slo(tbt=0.05), 1000)
+    for step in range(500):
+        reading = step % 40 if step < 50 else 0
+        pacer.took(10 + step % 7, reading, 0.010 + 0.0002 * (10 + step % 7) + 0.0005 * reading)
+    assert pacer.expected(20, 40) == pytest.approx(0.034, rel=1e-3)
+
+
 def simulate(slo: Slo | None, gap: float, seed: int = 0) -> tuple[float, float, int, float]:
     """Requests every `gap` seconds: p99 of ttft and tbt, how many were refused, and tokens a second."""
     chance = random.Random(seed)
