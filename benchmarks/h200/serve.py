@@ -101,7 +101,7 @@ def rate() -> dict[str, Any]:
     try:
         asyncio.run(at_rate(engine, 20.0, seconds=4))  # what a step costs is learned
         held, lost = 0.0, math.inf
-        asked = 64.0
+        asked = 48.0
         while lost - held > 4.0:
             figures = asyncio.run(at_rate(engine, asked, seconds=12))
             found[f"{asked:g} requests/s"] = figures
@@ -116,7 +116,7 @@ def rate() -> dict[str, Any]:
 async def at_rate(engine: Engine, per_second: float, seconds: float) -> dict[str, Any]:
     count = int(per_second * seconds)
     lengths = RandomLoad(input_tokens=256, output_tokens=144, spread=0.8)
-    requests = random_requests(count, lengths, seed=0, ids=range(100, 30_000))
+    requests = random_requests(count, lengths, seed=int(1000 * per_second), ids=range(100, 30_000))
     target = InProcess(engine, {"temperature": 0.6, "ignore_eos": True}, time.perf_counter)
     outcomes, took = await drive(target, requests, arrivals(count, per_second, 1.0, seed=1), None, time.perf_counter)
     answered = [each for each in outcomes if not each.error]

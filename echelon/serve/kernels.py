@@ -381,7 +381,7 @@ def _in_8_bits(x, out, scales, columns, BLOCK: tl.constexpr):  # type: ignore[no
     tl.store(out + row * columns + place, (value / scale).to(out.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _thin(  # type: ignore[no-untyped-def]
     x, row_scales, weight, scales, bias, out, parts, counts, rows, columns, inner,
     IN_8_BITS: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -5,6 +5,9 @@ one for each token of a prompt (least squares over the recent ones, of those tha
 one kind may be rare). How far off that may be is learned too, from the slowest of them. From both come the most tokens
 of prompts in a step that ends within the time between two tokens of an answer (`tbt`), how many may answer at once, and
 how long a prompt will wait for its first token (`ttft`).
+
+A machine that stops for a moment stops whatever a step does. So steps count for less the further they are off, and are
+not planned smaller for the sake of those that would be too slow anyway: otherwise one hiccup would turn everybody away.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from numpy.typing import NDArray
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _RECENT, _ENOUGH = 100, 8  # steps: of each kind that is learned from, and after which is learned anew
 _SAFETY = 1.1
+_SLACK = 0.3  # of what is promised between tokens: more is not kept free for slow steps
 _LEAST = 16  # tokens of prompts in a step: they go on, whatever was promised
+_BLOCK = 128  # of which those that are planned are a multiple, if they are as many: GPUs fill up to it
+_ROUNDS = 5  # in which the weights of steps that are far off settle
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,10 @@ class Pacer:
         if self._taken % _ENOUGH:
             return
         steps = np.array([*self._answered, *self._read])
-        self._costs = np.linalg.lstsq(steps[:, :3], steps[:, 3], rcond=1e-6)[0].clip(1e-9)
-        self._slack = max(float(np.quantile(steps[:, 3] - steps[:, :3] @ self._costs, 0.99)), 0.0)
+        self._costs = _fit(steps[:, :3], steps[:, 3])
+        slower = steps[:, 3] - steps[:, :3] @ self._costs
+        most = np.inf if self.slo.tbt is None else _SLACK * self.slo.tbt
+        self._slack = float(np.quantile(slower, 0.99, method="lower").clip(0, most))
 
     def ended(self, now: float) -> None:
         """An answer is complete."""
@@ -83,8 +91,10 @@ class Pacer:
             return self._most_tokens
         if self._costs is None:
             return min(answering + _LEAST, self._most_tokens)
-        reading = (self._in_time(self.slo.tbt) - self.expected(answering, 0)) / self._costs[2]
-        return int(min(answering + max(reading, _LEAST), self._most_tokens))
+        reading = int((self._in_time(self.slo.tbt) - self.expected(answering, 0)) / self._costs[2])
+        if reading > _BLOCK:
+            reading -= reading % _BLOCK
+        return min(answering + max(reading, _LEAST), self._most_tokens)
 
     def most_running(self) -> int:
         if self.slo.tbt is None or self._costs is None:
@@ -106,3 +116,13 @@ class Pacer:
 
     def can_promise(self, tokens_ahead: int, running: int, waiting: int) -> bool:
         return self.slo.ttft is None or self.wait(tokens_ahead, running, waiting) <= self.slo.ttft
+
+
+def _fit(parts_SP: NDArray[np.float64], seconds_S: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What each part costs: the least sum of squares of what is off by little, of the rest the least sum (Huber's)."""
+    weights_S = np.ones_like(seconds_S)
+    for _ in range(_ROUNDS):
+        costs_P = np.linalg.lstsq(parts_SP * weights_S[:, None], seconds_S * weights_S, rcond=1e-6)[0].clip(1e-9)
+        off_S = np.abs(seconds_S - parts_SP @ costs_P)
+        weights_S = np.sqrt(np.minimum(1, max(np.median(off_S), 1e-6) / np.maximum(off_S, 1e-6)))
+    return costs_P

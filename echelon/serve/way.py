@@ -91,9 +91,9 @@ def sizes_of_mixed(most: int, budget: int) -> list[tuple[int, int]]:
     """Of steps that read prompts, too: answers, and tokens of prompts. Steps that read more take so long that launching
     their kernels one by one does not matter.
     """
-    answers = sorted({max(most // part, 1) for part in (16, 4, 2, 1)})
+    answers = sorted({max(most * part // 16, 1) for part in (1, 4, 8, 12, 16)})
     largest = min(budget, 1024)
-    reading = [*(size for size in (16, 64, 128, 256, 384, 512, 768) if size < largest), largest]
+    reading = [*(size for size in (16, 64, *range(128, 1024, 128)) if size < largest), largest]
     return [(each, read) for each in answers for read in reading]
 
 

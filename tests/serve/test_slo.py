@@ -50,12 +50,14 @@ def test_what_reading_takes_is_not_forgotten_while_nothing_is_read() -> None:
     assert pacer.expected(20, 40) == pytest.approx(0.034, rel=1e-3)
 
 
-def simulate(slo: Slo | None, gap: float, seed: int = 0) -> tuple[float, float, int, float]:
-    """Requests every `gap` seconds: p99 of ttft and tbt, how many were refused, and tokens a second."""
-    chance = random.Random(seed)
+def simulate(slo: Slo | None, gap: float, stops: dict[int, float] | None = None) -> tuple[float, float, int, float]:
+    """Requests every `gap` seconds: p99 of ttft and tbt, how many were refused, and tokens a second. In some steps the
+    machine stops, for so many seconds.
+    """
+    chance = random.Random(0)
     pacer = Pacer(slo or Slo(), 256)
     scheduler = Scheduler(Pages(4000, 16), budget=256, most_running=64, pace=pacer if slo else None)
-    now, arrived, refused, written = 0.0, {}, 0, 0
+    now, arrived, refused, written, steps = 0.0, {}, 0, 0, 0
     last, ttft, tbt = {}, [], []
     coming = [number * gap for number in range(400)]
     while coming or scheduler.running or scheduler.waiting:
@@ -77,6 +79,8 @@ def simulate(slo: Slo | None, gap: float, seed: int = 0) -> tuple[float, float, 
         answering = sum(span.answers for span in spans)
         reading = sum(span.count for span in spans) - answering
         seconds = (0.004 + 0.00005 * answering + 0.0001 * reading) * chance.uniform(0.95, 1.05)
+        seconds += (stops or {}).get(steps, 0.0)
+        steps += 1
         now += seconds
         pacer.took(answering, reading, seconds)
         scheduler.advance(spans)
@@ -107,3 +111,16 @@ def test_promises_are_kept_and_the_rest_is_refused(gap: float) -> None:
     if gap < 0.02:
         assert tbt_without > 0.012, "without a promise this load would have broken it"
         assert ttft_without > 0.5
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [{1: 0.5, 5: 0.3, 9: 0.2, 300: 0.2}, dict.fromkeys(range(0, 9999, 130), 0.1)],
+    ids=["at first", "now and then"],
+)
+def test_a_machine_that_stops_for_a_moment_turns_nobody_away_for_long(stops: dict[int, float]) -> None:
+    """It did: a few slow steps, and no more than two requests were answered at once for ever after."""
+    ttft, tbt, refused, _ = simulate(Slo(2.0, 0.012), 0.03, stops)
+    assert tbt <= 0.012
+    assert ttft <= 2.0
+    assert refused < 40, "of 400"
