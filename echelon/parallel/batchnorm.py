@@ -58,11 +58,9 @@ class GlobalBatchNorm(_BatchNorm):
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
             )
-        mean_C, squares_C, count = _statistics(input.detach(), self.group)
+        out, mean_C, variance_C = normalize(input, self.weight, self.bias, self.eps, self.group)
         if self.training and self.track_running_stats:
-            self._run(mean_C, squares_C / (count - 1))
-        scale_C = (squares_C / count + self.eps).rsqrt()
-        out: Tensor = _Normalize.apply(input, self.weight, self.bias, mean_C, scale_C, count, self.group)
+            self._run(mean_C, variance_C)
         return out
 
     @torch.no_grad()
@@ -74,6 +72,16 @@ class GlobalBatchNorm(_BatchNorm):
         for running, new in ((self.running_mean, mean_C), (self.running_var, variance_C)):
             assert running is not None
             running.copy_(running + momentum * (new - running))
+
+
+def normalize(
+    x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the mean and variance of each channel over all ranks of a group; and these, the variance without bias."""
+    mean_C, squares_C, count = _statistics(x.detach(), group)
+    scale_C = (squares_C / count + eps).rsqrt()
+    out: Tensor = _Normalize.apply(x, weight_C, bias_C, mean_C, scale_C, count, group)
+    return out, mean_C, squares_C / (count - 1)
 
 
 def _statistics(x_BC: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
