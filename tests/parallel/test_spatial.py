@@ -170,6 +170,7 @@ def computable(case: tuple[nn.Module, tuple[int, ...], tuple[int, ...]]) -> bool
 @pytest.mark.parametrize(
     "layers", [convolutions, transposed, poolings, resizings, paddings], ids=lambda each: str(each.__name__)
 )
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_layers(ranks: Any, layers: Any) -> None:
     @settings(max_examples=8, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
     @given(st.lists(st.tuples(layers(), grids, sizes).filter(computable), min_size=20, max_size=20))

@@ -48,30 +48,51 @@ def arrived(x: Tensor, token: Tensor, journey: _Journey) -> Tensor:
 class _Journey:
     """The messages of one exchange, in both directions."""
 
+    dtype: torch.dtype
+    device: torch.device
+
     def __init__(self, dim: int, length: int, wanted: Wanted, group: dist.ProcessGroup) -> None:
         self.dim, self.group = dim, group
         me, found = group.rank(), parcels(length, wanted)
         self.to = {target: each for (source, target), each in found.items() if source == me}
         self.of = {source: each for (source, target), each in found.items() if target == me}
         self.held, self.wanted = len(bounds(length, len(wanted))[me]), rows(wanted[me])
+        self.is_returning = False
         self._works: list[Any] = []
         self._received: dict[int, Tensor] = {}
 
-    def send(self, x: Tensor, to: dict[int, list[Parcel]], of: dict[int, list[Parcel]], back: bool) -> None:
-        """Begin to send slices of `x` to others and to receive theirs; `back`: what had come from there, by places."""
+    def send(self, x: Tensor) -> None:
+        """Begin to give others what they want, and to receive what they have."""
+        self._begin(x, x.shape, self.to, self.of, by_place=False)
+
+    def send_back(self, grad: Tensor | None, like: Tensor) -> None:
+        """The other way: what was learned about others' rows, if there are any, and what they learned about these."""
+        self.is_returning = True
+        self._begin(grad, like.shape, self.of if grad is not None else {}, self.to, by_place=True)
+
+    def _begin(
+        self,
+        x: Tensor | None,
+        shape: torch.Size,
+        to: dict[int, list[Parcel]],
+        of: dict[int, list[Parcel]],
+        by_place: bool,
+    ) -> None:
         me, operations = self.group.rank(), []
         for other in sorted((to.keys() | of.keys()) - {me}):
             if other in to:
-                slab = torch.cat([self._slice(x, each, by_place=back) for each in to[other]], self.dim)
+                assert x is not None
+                slab = torch.cat([self._slice(x, each, by_place) for each in to[other]], self.dim)
                 operations.append(dist.P2POp(dist.isend, slab, group=self.group, group_peer=other))
             if other in of:
-                shape = list(x.shape)
-                shape[self.dim] = sum(each.count for each in of[other])
-                self._received[other] = x.new_empty(shape)
+                count = sum(each.count for each in of[other])
+                expected = [*shape[: self.dim], count, *shape[self.dim + 1 :]]
+                self._received[other] = torch.empty(expected, dtype=self.dtype, device=self.device)
                 operations.append(dist.P2POp(dist.irecv, self._received[other], group=self.group, group_peer=other))
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def receive(self) -> dict[int, Tensor]:
+        """Wait until all has arrived, here and elsewhere."""
         for work in self._works:
             work.wait()
         received, self._received, self._works = self._received, {}, []
@@ -104,14 +125,17 @@ class _Began(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, journey: _Journey) -> tuple[Tensor, Tensor]:
         ctx.journey = journey
-        journey.send(x, journey.to, journey.of, back=False)
+        journey.dtype, journey.device = x.dtype, x.device
+        journey.send(x)
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
         journey: _Journey = ctx.journey
-        grad = grad.contiguous().clone()
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        if not journey.is_returning:  # nothing had come, so there was nothing to be learned about it
+            journey.send_back(None, grad)
         for other, slab in journey.receive().items():
             journey.add(grad, slab, journey.to[other])
         return grad, None
@@ -134,7 +158,7 @@ class _Arrived(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         journey: _Journey = ctx.journey
-        journey.send(grad, journey.of, journey.to, back=True)
+        journey.send_back(grad, grad)
         shape = list(grad.shape)
         shape[journey.dim] = journey.held
         of_x, me = grad.new_zeros(shape), journey.group.rank()
