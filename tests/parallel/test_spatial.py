@@ -255,6 +255,20 @@ def test_a_loss_of_each_pixel(ranks: Any) -> None:
         assert max(found) < EXACT
 
 
+def twice() -> float:
+    """The gradient of a graph that is kept, after it has gone back once more."""
+    _meshes.clear()
+    x = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    out = spatial.gather(spatial.tile(nn.Conv2d(2, 2, 1, stride=3).double(), mesh_of((4,)))(x))
+    (first,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(out.sum(), x)
+    return error(second, first)
+
+
+def test_a_graph_can_go_back_twice(ranks: Any) -> None:
+    assert ranks(4, twice) == [0.0] * 4
+
+
 STEPS = 5
 
 

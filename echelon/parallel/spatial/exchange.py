@@ -138,6 +138,7 @@ class _Began(torch.autograd.Function):
             journey.send_back(None, grad)
         for other, slab in journey.receive().items():
             journey.add(grad, slab, journey.to[other])
+        journey.is_returning = False  # a graph that is retained goes back again
         return grad, None
 
 

@@ -33,7 +33,7 @@ def slide(
     ground = x.whole.ground
     whole = x.whole.resized(*(window.outputs(size) for window, size in zip(windows, x.whole.sizes, strict=True)))
     last = 1 if ground.groups[1] is not None else 0
-    local, pads, padding = _across(x, whole, windows, 1 - last, fill)
+    local, pads, padding = _across(x, whole, windows, 1 - last)
     window, length, dim = windows[last], x.whole.sizes[last], AXES[last]
     group, own, parts = ground.groups[last], x.whole.here[last], whole.here
     tiles = ground.tiles(last)
@@ -76,9 +76,7 @@ def slide(
     return Tile.of(several[0] if len(several) == 1 else torch.cat(several, dim), whole)
 
 
-def _across(
-    x: Tile, whole: Whole, windows: tuple[Window, Window], axis: int, fill: float
-) -> tuple[Tensor, list[int], list[int]]:
+def _across(x: Tile, whole: Whole, windows: tuple[Window, Window], axis: int) -> tuple[Tensor, list[int], list[int]]:
     """What is seen along the other axis, the padding that it needs by hand, and that which can be left to others."""
     window, length, group = windows[axis], x.whole.sizes[axis], x.whole.ground.groups[axis]
     local, padding = plain(x), [0, 0]
