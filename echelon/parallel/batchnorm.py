@@ -69,9 +69,15 @@ class GlobalBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         momentum = 1 / self.num_batches_tracked.to(mean_C.dtype) if self.momentum is None else self.momentum
-        for running, new in ((self.running_mean, mean_C), (self.running_var, variance_C)):
-            assert running is not None
-            running.copy_(running + momentum * (new - running))
+        carry_on(self.running_mean, mean_C, momentum)
+        carry_on(self.running_var, variance_C, momentum)
+
+
+@torch.no_grad()
+def carry_on(running_C: Tensor | None, new_C: Tensor, momentum: float | Tensor) -> None:
+    """A running statistic, if there is one."""
+    if running_C is not None:
+        running_C.copy_(running_C + momentum * (new_C - running_C))
 
 
 def normalize(

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from echelon.serve.narrow import NarrowWeight, has_kernels, kernels
+from echelon.serve.narrow import TINY, NarrowWeight, has_kernels, kernels
 
 DTYPE = torch.float8_e4m3fn
 MULTIPLE = 16  # of which both sides of a weight must be one
 FEW = 32  # rows
 _LARGEST = torch.finfo(DTYPE).max
-_TINY = torch.finfo(torch.float32).tiny * 2**32  # a scale of rows that are nothing but zeros
 
 
 class Fp8Weight(NarrowWeight):
@@ -53,5 +52,5 @@ def in_8_bits(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_8_bits_plainly(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    scale_M1 = x_MK.float().abs().amax(-1, keepdim=True).clamp_min(_TINY) / _LARGEST
+    scale_M1 = x_MK.float().abs().amax(-1, keepdim=True).clamp_min(TINY) / _LARGEST
     return (x_MK.float() / scale_M1).to(DTYPE), scale_M1

@@ -11,18 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.serve.narrow import NarrowWeight, has_kernels, kernels
+from echelon.serve.narrow import TINY, NarrowWeight, has_kernels, kernels
 
 FEW, FEW_ON_CPU = 128, 32  # rows
 VECTOR = 32  # features that PyTorch's kernel takes at once; it does not check whether the last ones are there
 _LARGEST = 127
-_TINY = torch.finfo(torch.float32).tiny * 2**32  # a scale of rows that are nothing but zeros
 
 
 class Int8Weight(NarrowWeight):
     @classmethod
     def rounded(cls, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-        scale_N1 = weight_NK.float().abs().amax(-1, keepdim=True).clamp_min(_TINY) / _LARGEST
+        scale_N1 = weight_NK.float().abs().amax(-1, keepdim=True).clamp_min(TINY) / _LARGEST
         return (weight_NK.float() / scale_N1).round().to(torch.int8), scale_N1
 
     def times(self, rows_MK: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SMALLEST = tl.constexpr(2.0**-94)  # as in fp8.py
+_SMALLEST = tl.constexpr(2.0**-94)  # as in narrow.py
 _LOWEST = tl.constexpr(-1e30)  # below any score, and yet finite: differences are never of two infinities
 
 

@@ -17,7 +17,9 @@ try:
 except ImportError:  # PyTorch for CPUs comes without Triton
     kernels = None  # type: ignore[assignment]
 
-__all__ = ["NarrowWeight", "has_kernels", "kernels"]
+__all__ = ["TINY", "NarrowWeight", "has_kernels", "kernels"]
+
+TINY = torch.finfo(torch.float32).tiny * 2**32  # the largest value of a row that has nothing but zeros
 
 
 class NarrowWeight(Tensor):

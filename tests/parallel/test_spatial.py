@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from echelon.models.resnet import ResNet, ResNetConfig
 from echelon.parallel import spatial
+from echelon.parallel.layout import Layout
 from echelon.parallel.spatial.cut import Window, beyond, bounds, parcels, within
 
 EXACT = 1e-10
@@ -269,6 +270,34 @@ def test_a_graph_can_go_back_twice(ranks: Any) -> None:
     assert ranks(4, twice) == [0.0] * 4
 
 
+def with_data_parallelism() -> dict[str, float]:
+    """Two tiles each of two images: BatchNorm's statistics are of both images, and gradients add up over all ranks."""
+    grid = Layout(dp=2, sp=2).build()
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
+    for parameter in plain.parameters():
+        dist.broadcast(parameter.detach(), 0)
+    tiled = spatial.tile(copy.deepcopy(plain), grid.mesh("sp"), grid.mesh("data").get_group())
+    generator = torch.Generator().manual_seed(6)
+    images, upstream = (torch.randn(2, channels, 11, 8, generator=generator).double() for channels in (3, 2))
+    upstream, mine = upstream[:, :, 1:-1, 1:-1], grid.mesh("dp").get_local_rank()
+    given = spatial.cut(images[mine : mine + 1], grid.mesh("sp"))
+    got, expected = spatial.gather(tiled(input=given)), plain(images)
+    (got * upstream[mine : mine + 1]).sum().backward()
+    (expected * upstream).sum().backward()
+    found = {"output": error(got.detach(), expected[mine : mine + 1].detach())}
+    for (name, ours), theirs in zip(tiled.named_parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(ours.grad)
+        found[name] = error(ours.grad, theirs.grad)
+    for (name, ours), theirs in zip(tiled.named_buffers(), plain.buffers(), strict=True):
+        found[name] = error(ours, theirs)
+    return found
+
+
+def test_beside_data_parallelism(ranks: Any) -> None:
+    for found in ranks(4, with_data_parallelism):
+        assert max(found.values()) < EXACT, found
+
+
 STEPS = 5
 
 
@@ -326,6 +355,9 @@ REFUSED: dict[str, Any] = {
     ),
     r"1 \(Functional\): interpolate cannot be tiled: by area": lambda: Functional(F.interpolate, size=3, mode="area"),
     r"1 \(Dropout\): dropout cannot be tiled": lambda: nn.Dropout(0.5),
+    r"1 \(Functional\): cross_entropy cannot be tiled: only of classes": lambda: Functional(
+        F.cross_entropy, torch.ones(2, 4, 8, 8)
+    ),
     r"1 \(Conv2d\): a window of 9 rows, 1 apart, does not fit into 8 rows": lambda: nn.Conv2d(4, 4, 9),
 }
 
@@ -333,6 +365,8 @@ REFUSED: dict[str, Any] = {
 def refusals() -> list[str]:
     _meshes.clear()
     told = []
+    dropout = spatial.tile(nn.Dropout(0.5), mesh_of((2, 2)))
+    dropout.eval()(torch.ones(2, 4, 8, 8))  # drops nothing, and does not make it welcome in training
     for make in REFUSED.values():
         model = spatial.tile(nn.Sequential(nn.ReLU(), make()), mesh_of((2, 2)))
         with pytest.raises(spatial.SpatialError) as caught:

@@ -30,9 +30,9 @@ ModelType = TypeVar("ModelType", bound=nn.Module)
 def tile(model: ModelType, mesh: DeviceMesh, statistics: dist.ProcessGroup | None = None) -> ModelType:
     """Let a model compute tiles: rows over a mesh of one dimension, rows and columns over one of two.
 
-    It then takes whole images, of which each rank uses its tile, or `Tile`s; and returns what all ranks have alike, or
-    the tiles of an image. `statistics` has the ranks whose images BatchNorm averages over: those of the mesh, unless
-    there is data parallelism, too.
+    Its first argument is then whole images, of which each rank uses its tile, or a `Tile`; and it returns what all
+    ranks have alike, or the tiles of an image. `statistics` has the ranks whose images BatchNorm averages over: those
+    of the mesh, unless there is data parallelism, too.
     """
     ground = ground_of(mesh, statistics)
     for name, module in model.named_modules():
@@ -75,17 +75,22 @@ def _left(*_: Any) -> None:
 
 
 class _Cutting:
-    """What comes into a model: whole images become tiles."""
+    """What comes into a model: tiles on the model's ground, made of whole images if need be."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         operations.forget()
-        first, *others = arguments
-        if isinstance(first, Tensor) and not isinstance(first, Tile):
-            first = cut(first, self._ground)
-        return (first, *others), named
+        if arguments:
+            return (self._cut(arguments[0]), *arguments[1:]), named
+        first = next(iter(named))
+        return arguments, {**named, first: self._cut(named[first])}
+
+    def _cut(self, images: Any) -> Any:
+        if isinstance(images, Tile):  # the model says over whom its statistics are, whoever made the tile
+            return Tile.of(plain(images), Whole(images.whole.sizes, self._ground))
+        return cut(images, self._ground) if isinstance(images, Tensor) else images
 
 
 class _Leaving:

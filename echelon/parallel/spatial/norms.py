@@ -32,10 +32,8 @@ def _batch_norm(
         out = F.batch_norm(local, running_mean, running_var, weight, bias, False, eps=eps)
         return Tile.of(out, x.whole)
     out, mean_C, variance_C = batchnorm.normalize(local, weight, bias, eps, x.whole.ground.statistics)
-    with torch.no_grad():
-        for running, new in ((running_mean, mean_C), (running_var, variance_C)):
-            if running is not None:
-                running.copy_(running + (momentum or 0.0) * (new - running))
+    batchnorm.carry_on(running_mean, mean_C, momentum or 0.0)
+    batchnorm.carry_on(running_var, variance_C, momentum or 0.0)
     return Tile.of(out, x.whole)
 
 
@@ -65,10 +63,8 @@ def _instance_norm(
         return Tile.of(out, x.whole)
     out, mean_BC, variance_BC = _normed(x, local.shape[1], weight, bias, eps)
     count = math.prod(x.whole.sizes)
-    with torch.no_grad():
-        for running, new in ((running_mean, mean_BC), (running_var, variance_BC * count / max(count - 1, 1))):
-            if running is not None:
-                running.copy_(running + momentum * (new.mean(0) - running))
+    batchnorm.carry_on(running_mean, mean_BC.mean(0), momentum)
+    batchnorm.carry_on(running_var, variance_BC.mean(0) * count / max(count - 1, 1), momentum)
     return Tile.of(out, x.whole)
 
 

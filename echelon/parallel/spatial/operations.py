@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -63,10 +62,8 @@ def pointwise(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) 
         refuse(name, f"its arguments are tiles of images of {[each.whole.sizes for each in tiles]}")
     here = [fitting(each, whole, name) for each in arguments]
     here_named = {key: fitting(each, whole, name) for key, each in named.items()}
-    kind = function, len(arguments), *named
-    with torch._C.DisableTorchFunctionSubclass(), nullcontext() if kind in _KNOWN else OnlyPointwise(_refusal(name)):
+    with torch._C.DisableTorchFunctionSubclass(), OnlyPointwise(_refusal(name)):
         out = function(*here, **here_named)
-    _KNOWN.add(kind)
     return _again(out, whole, arguments)
 
 
@@ -107,7 +104,6 @@ def _is_same(out: Tensor, tile: Tile) -> bool:
         return out.data_ptr() == tile.data_ptr() and out.shape == tile.shape and out.numel() > 0
 
 
-_KNOWN: set[Any] = set()
 _ABOUT = {
     Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]

@@ -78,11 +78,6 @@ class Tile(Tensor):
         tile.whole = whole
         return tile
 
-    @property
-    def local(self) -> Tensor:
-        local: Tensor = plain(self)
-        return local
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         from echelon.parallel.spatial import operations

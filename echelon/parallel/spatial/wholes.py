@@ -170,11 +170,13 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Of each pixel; the targets are the whole image's, or this tile's. It is the whole's loss, on every rank."""
+    if reduction not in ("mean", "sum") or label_smoothing or (size_average, reduce) != (None, None):
+        refuse("cross_entropy", "only as a mean or a sum, without smoothing")
+    if target.is_floating_point():
+        refuse("cross_entropy", "only of classes, not of their probabilities")
     rows, columns = x.whole.here
     if tuple(target.shape[-2:]) == x.whole.sizes:
         target = target[..., rows.start : rows.stop, columns.start : columns.stop]
-    if reduction not in ("mean", "sum") or label_smoothing:
-        refuse("cross_entropy", "only as a mean or a sum, without smoothing")
     own = F.cross_entropy(plain(x), target, weight, ignore_index=ignore_index, reduction="sum")
     everyone = x.whole.ground.everyone
     if reduction == "sum":

@@ -216,7 +216,7 @@ def _conv_transpose2d(
     reach = [dilations[i] * (kernels[i] - 1) for i in range(2)]
     sizes = [(x.whole.sizes[i] - 1) * strides[i] - 2 * pads[i] + reach[i] + extras[i] + 1 for i in range(2)]
     whole = x.whole.resized(*sizes)
-    local, cuts = plain(x), []
+    local, firsts = plain(x), []
     for axis in range(2):
         length, group = x.whole.sizes[axis], whole.ground.groups[axis]
 
@@ -232,7 +232,7 @@ def _conv_transpose2d(
             local = fetch(local, AXES[axis], length, wanted, group)
         else:
             local = local.narrow(AXES[axis], own.start, len(own))
-        cuts.append((own.start * strides[axis] - pads[axis], len(own)))
+        firsts.append(own.start * strides[axis] - pads[axis])
     parts = whole.here
     channels = weight.shape[1] * groups
     if not all(parts):
@@ -241,7 +241,7 @@ def _conv_transpose2d(
         out = _nothing(local, channels, parts, weight, bias)
         return Tile.of(out if bias is None else out + bias[:, None, None], whole)
     spread = F.conv_transpose2d(local, weight, None, strides, 0, 0, groups, dilations)
-    for axis, (first, _) in enumerate(cuts):
+    for axis, first in enumerate(firsts):
         part = parts[axis]
         before, has = part.start - first, spread.shape[AXES[axis]]
         skipped = min(max(before, 0), has)
