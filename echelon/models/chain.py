@@ -84,7 +84,7 @@ class Linked(nn.Module):
         ]
         apart: dict[str, Apart] = {}
         for names in self.shared():
-            where = {name: holders[self._link_of(name)] for name in names}
+            where = {name: holders[self.link_of(name)] for name in names}
             everyone = tuple(sorted(set().union(*where.values())))
             for name in names:
                 if rank in where[name] and len(everyone) > len(where[name]):
@@ -109,10 +109,11 @@ class Linked(nn.Module):
         return {key: child for key, child in children.items() if f"{name}.{key}" in wanted}
 
     def _arguments(self, span: range, given: Given, received: Mapping[Edge, Value]) -> tuple[tuple[Any, ...], Any]:
-        """What `forward` takes."""
+        """What `forward` takes: of what was received the stream or, of a model with skips, all edges."""
         if not isinstance(given, Mapping):
             raise TypeError(f"{type(self).__name__} takes its arguments by name: give a mapping for each microbatch")
-        return (), {**given, "received": received[span.start - 1, span.start] if span.start else None}
+        stream = received[span.start - 1, span.start] if span.start else None
+        return (), {**given, "received": received if self.skips else stream}
 
     def shared(self) -> list[list[str]]:
         """The names of each parameter that has several."""
@@ -121,7 +122,7 @@ class Linked(nn.Module):
             found.setdefault(parameter, []).append(name)
         return [names for names in found.values() if len(names) > 1]
 
-    def _link_of(self, name: str) -> int:
+    def link_of(self, name: str) -> int:
         """The link that a parameter belongs to."""
         return next(
             link

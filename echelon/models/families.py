@@ -28,7 +28,11 @@ def find(settings: dict[str, Any]) -> Family:
 def model_type(config: Config) -> str:
     """The model type as which a config can be saved."""
     if not isinstance(config, LlamaConfig):
-        return {GPTConfig: "gpt2", BertConfig: "bert", ViTConfig: "vit", ResNetConfig: "resnet"}[type(config)]
+        types = {GPTConfig: "gpt2", BertConfig: "bert", ViTConfig: "vit", ResNetConfig: "resnet"}
+        if type(config) not in types or (isinstance(config, ResNetConfig) and config.small_stem):
+            name = type(config).__name__.removesuffix("Config")
+            raise ValueError(f"Hugging Face has no {name} as this one, so it cannot be saved as such")
+        return types[type(config)]
     bias_on_all = config.qkv_bias == config.out_bias
     if config.qk_norm and bias_on_all and not config.mlp_bias:
         return "qwen3"

@@ -6,15 +6,17 @@ import dataclasses
 import difflib
 from typing import Any
 
+from echelon.models.amoebanet import AmoebaNet, AmoebaNetConfig
 from echelon.models.bert import Bert, BertConfig
 from echelon.models.gpt import GPT, GPTConfig
 from echelon.models.llama import Llama, LlamaConfig
 from echelon.models.model import Model
 from echelon.models.parts import RopeScaling
 from echelon.models.resnet import ResNet, ResNetConfig
+from echelon.models.unet import UNet, UNetConfig
 from echelon.models.vit import ViT, ViTConfig
 
-Config = GPTConfig | LlamaConfig | BertConfig | ViTConfig | ResNetConfig
+Config = GPTConfig | LlamaConfig | BertConfig | ViTConfig | ResNetConfig | AmoebaNetConfig | UNetConfig
 
 MODELS: dict[type, type[Model]] = {
     GPTConfig: GPT,
@@ -22,6 +24,8 @@ MODELS: dict[type, type[Model]] = {
     BertConfig: Bert,
     ViTConfig: ViT,
     ResNetConfig: ResNet,
+    AmoebaNetConfig: AmoebaNet,
+    UNetConfig: UNet,
 }
 
 
@@ -51,6 +55,19 @@ def _qwen3(dim: int, layers: int, heads: int, mlp_dim: int, tied: bool) -> Llama
     return _qwen2(dim, layers, heads, 8, mlp_dim, context=40960, head_dim=128, tied=tied, qkv_bias=False, qk_norm=True)
 
 
+def _small_resnet(depth: int, version: int) -> ResNetConfig:
+    """For images of 32 × 32 pixels: of 6n + 2 layers or, with bottlenecks, of 9n + 2."""
+    return ResNetConfig(
+        classes=10,
+        stem_dim=16,
+        dims=(16, 32, 64) if version == 1 else (64, 128, 256),
+        depths=((depth - 2) // (6 if version == 1 else 9),) * 3,
+        bottleneck=version == 2,
+        version=version,
+        small_stem=True,
+    )
+
+
 PRESETS: dict[str, Config] = {
     "gpt2": GPTConfig(),
     "gpt2-medium": GPTConfig(dim=1024, layers=24, heads=16),
@@ -78,8 +95,16 @@ PRESETS: dict[str, Config] = {
     "vit-b16": ViTConfig(),
     "vit-l16": ViTConfig(dim=1024, layers=24, heads=16),
     "resnet18": ResNetConfig(dims=(64, 128, 256, 512), depths=(2, 2, 2, 2), bottleneck=False),
+    "resnet34": ResNetConfig(dims=(64, 128, 256, 512), bottleneck=False),
     "resnet50": ResNetConfig(),
     "resnet101": ResNetConfig(depths=(3, 4, 23, 3)),
+    "resnet152": ResNetConfig(depths=(3, 8, 36, 3)),
+    "resnet110": _small_resnet(110, 1),
+    "resnet110-v2": _small_resnet(110, 2),
+    "resnet164-v2": _small_resnet(164, 2),
+    "resnet1001-v2": _small_resnet(1001, 2),
+    "amoebanet-d": AmoebaNetConfig(),
+    "unet": UNetConfig(),
 }
 
 
@@ -99,7 +124,12 @@ def build(name_or_config: str | Config, **overrides: Any) -> Model:
 
 def takes_images(config: Config) -> bool:
     """Whether its samples are images, and not tokens."""
-    return isinstance(config, ViTConfig | ResNetConfig)
+    return isinstance(config, ViTConfig | ResNetConfig | AmoebaNetConfig | UNetConfig)
+
+
+def segments(config: Config) -> bool:
+    """Whether it classifies each pixel of an image."""
+    return isinstance(config, UNetConfig)
 
 
 def is_causal(config: Config) -> bool:
@@ -109,7 +139,7 @@ def is_causal(config: Config) -> bool:
 
 def image_side(config: Config) -> int:
     """Pixels a side of the images that a model takes; of one that takes any, as is usual."""
-    return int(getattr(config, "image", 224))
+    return int(getattr(config, "image", 32 if getattr(config, "small_stem", False) else 224))
 
 
 def change(old: Config, overrides: dict[str, Any]) -> Config:

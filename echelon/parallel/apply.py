@@ -6,26 +6,32 @@ and compilation, each of which wraps what stands. Data parallelism last: it gath
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.comm.torch_compat import mesh_of, stay_out_of
 from echelon.models.chain import Given
-from echelon.parallel import batchnorm, data, fp8, sequence, tensor
+from echelon.models.held import plain_name
+from echelon.parallel import batchnorm, data, fp8, sequence, spatial, tensor
 from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.loss import chunked_cross_entropy
-from echelon.parallel.pipeline.actions import Schedule
+from echelon.parallel.pipeline.actions import Direction, Schedule
+from echelon.parallel.pipeline.crews import Crews, held, holders
 from echelon.parallel.pipeline.part import Part
 from echelon.parallel.pipeline.partition import Balance, bytes_of, linked, partition
-from echelon.parallel.pipeline.run import Pipeline, held
+from echelon.parallel.pipeline.run import Pipeline
 from echelon.parallel.pipeline.schedule import SCHEDULES, make
 from echelon.parallel.recompute import Recompute, blocks, recompute
+from echelon.parallel.spatial.tiles import Ground
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 TWINS = "twins"  # the view of the ranks that hold the same stages of a bidirectional pipeline
@@ -92,7 +98,9 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
         head.loss = partial(in_chunks, chunk=strategies.chunk or sys.maxsize)
     if strategies.fp8:
         model = fp8.convert(model)
-    if strategies.global_batchnorm:
+    if grid.layout.is_tiled:
+        _tile(model, grid, strategies)
+    elif strategies.global_batchnorm:
         model = batchnorm.synchronize(model, summed_over(grid, strategies))
     model = recompute(model, strategies.recompute)
     if strategies.compile:
@@ -101,10 +109,80 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
     return _over_data(model, grid, strategies)
 
 
+def _tile(model: Any, grid: Grid, strategies: Strategies) -> None:
+    """Let a model compute tiles, or of a pipeline those stages that do. Statistics of batches are always of whole
+    images, and with `global_batchnorm` of all of them.
+    """
+    model.grounds = grounds = _grounds(grid, strategies)
+    if grid.layout.depth == 1:
+        spatial.on_ground(model, grounds["down"])
+        return
+    spatial.name_modules(model)
+    if strategies.global_batchnorm:
+        modules = dict(model.named_modules())
+        grids = itertools.cycle(grid.layout.grids)  # with chunks they come again
+        whole = [span for span, stage in zip(model.spans, grids, strict=False) if stage.tiles == (1, 1)]
+        for name in (name for span in whole for link in span for name in model.parts(link) if name in modules):
+            batchnorm.synchronize(modules[name], grid.mesh("dp"))
+
+
+def crews_of(layout: Layout) -> Crews:
+    """Who computes the stages of a pipeline: where they differ a group of `pp` has all ranks of all crews, else one of
+    each.
+    """
+    if layout.stages is None or len(set(layout.grids)) == 1:
+        return Crews.alone(layout.depth)
+    return Crews(tuple(stage.tiles for stage in layout.grids))
+
+
+def _grounds(grid: Grid, strategies: Strategies) -> dict[Direction, Ground]:
+    """The tiles around this rank, for each way that microbatches go; called by all ranks."""
+    found: dict[Direction, Ground] = {}
+    layout, directions = grid.layout, _directions(grid.layout, strategies)
+    crews = Crews(tuple(stage.tiles for stage in layout.grids))
+    whole = [
+        np.concatenate([block.reshape(layout.dp, -1)[row] for block in layout.blocks()]) for row in range(layout.dp)
+    ]
+    for direction, place in itertools.product(directions, range(layout.depth)):
+        crew = crews.crew(place, direction)
+        if crew.tiles == (1, 1):
+            continue
+        tiles = [ranks[list(crew.ranks)].reshape(crew.tiles) for ranks in whole]
+        statistics = (
+            [[rank for each in tiles for rank in each.flatten().tolist()]] if strategies.global_batchnorm else []
+        )
+        statistics_mesh = _mesh_of_mine(grid, statistics, "statistics")
+        lines = [
+            _mesh_of_mine(grid, [line.tolist() for each in tiles for line in lines_of(each)], "sp")
+            for lines_of in (np.transpose, np.asarray)
+        ]
+        everyone = _mesh_of_mine(grid, [each.flatten().tolist() for each in tiles], "sp")
+        if everyone is not None:
+            groups = [line.get_group() if line is not None and line.size() > 1 else None for line in lines]
+            over = (statistics_mesh or everyone).get_group()
+            found[direction] = Ground((groups[0], groups[1]), everyone.get_group(), over)
+    return found
+
+
+def _mesh_of_mine(grid: Grid, groups: Sequence[Sequence[int]], name: str) -> DeviceMesh | None:
+    """The mesh of the one of these groups that this rank is in; made together, by all ranks of the world."""
+    found = None
+    for group in map(list, groups):
+        if grid.rank in group:
+            found = mesh_of(grid.mesh("data").device_type, group, (name,))
+        else:
+            stay_out_of([group])
+    return found
+
+
+def _directions(layout: Layout, strategies: Strategies) -> tuple[Direction, ...]:
+    return _placed(layout, strategies).directions if layout.depth > 1 else ("down",)
+
+
 def _over_data(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Module:
-    if grid.layout.pp > 1 and _placed(grid.layout, strategies).is_bidirectional:
-        return data.replicate(model, _twins(grid))
-    if grid.layout.pp > 1 and _placed(grid.layout, strategies).is_versioned:
+    if grid.layout.depth > 1 and _placed(grid.layout, strategies).is_bidirectional:
+        return _over_both_directions(model, grid, strategies)
+    if grid.layout.depth > 1 and _placed(grid.layout, strategies).is_versioned:
         return data.replicate(model, grid.mesh("data"), alone=True)
     if strategies.stage == 0:
         apart = grid.mesh("dp") if strategies.average_every else None
@@ -114,7 +192,7 @@ def _over_data(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modul
     if strategies.stage < 3:
         return data.shard(model, grid.mesh("data"), strategies.stage)
     model = data.shard(model, grid.mesh("hybrid" if grid.layout.replicate > 1 else "shard_cp"), 3)
-    if grid.layout.pp > 1:
+    if grid.layout.depth > 1:
         spans: Any = model.spans
         data.prefetch_within(model, [_blocks_of(model, span) for span in spans])
     return model
@@ -124,37 +202,57 @@ def cut(model: nn.Module, grid: Grid, strategies: Strategies, example: Given | N
     """Leave of a plain model this rank's links of a pipeline, also on the meta device. (The balance "time" needs an
     `example`: the arguments of a microbatch.)
     """
-    if grid.layout.pp == 1:
+    if grid.layout.depth == 1:
         return model
     chain: Any = linked(model)
     chain.splits_sequences = splits_sequences(model)
     spans = spans_of(chain, grid.layout, strategies, example)
-    mine, kept = grid.mesh("pp").get_local_rank(), held(_placed(grid.layout, strategies), spans)
-    chain.keep(kept, mine)
+    mine, schedule, crews = grid.mesh("pp").get_local_rank(), _placed(grid.layout, strategies), crews_of(grid.layout)
+    chain.keep(held(schedule, spans, crews), mine)
     chain.spans = spans
-    alike = next(place for place, others in enumerate(kept) if set(others) == set(kept[mine]))
-    chain.first_holder = int(grid.layout.blocks()[alike].flat[0])  # the first rank of the world with the same links
+    first = grid.layout.groups("pp")[0]  # which has the first rank of the world that holds any link
+    firsts = {link: first[holders(schedule, crews, stage)[0]] for stage, span in enumerate(spans) for link in span}
+    chain.first_holder = lambda name: firsts[chain.link_of(name)]
     return chain  # type: ignore[no-any-return]
 
 
 def spans_of(model: nn.Module, layout: Layout, strategies: Strategies, example: Given | None = None) -> list[range]:
     """The links of each stage of a pipeline."""
-    return partition(model, layout.pp * strategies.chunks, strategies.balance, example=example)
+    return partition(model, layout.depth * strategies.chunks, strategies.balance, example=example)
 
 
 def pipeline(model: Any, grid: Grid, strategies: Strategies, microbatches: int) -> Pipeline:
     """What runs a parallelized model on this rank, for so many microbatches a step."""
-    schedule = make(strategies.schedule, grid.layout.pp, microbatches, chunks=strategies.chunks)
-    return Pipeline(model, model.spans, schedule, grid.mesh("pp").get_group())
+    schedule = make(strategies.schedule, grid.layout.depth, microbatches, chunks=strategies.chunks)
+    return Pipeline(
+        model,
+        model.spans,
+        schedule,
+        grid.mesh("pp").get_group(),
+        crews=crews_of(grid.layout),
+        grounds=getattr(model, "grounds", {}),
+    )
+
+
+def ground_of(model: Any, runner: Pipeline | None, microbatch: int, *, is_segmented: bool) -> Ground | None:
+    """Where the images of a microbatch are cut into tiles, of which this rank needs its own alone; None where it is
+    given whole ones: in a pipeline with a target for each pixel, since the last stage may need all of them.
+    """
+    if runner is None:
+        return getattr(model, "grounds", {}).get("down")
+    direction = runner.schedule.direction_of(microbatch)
+    first = runner.crews.crew(0, direction)
+    is_first = runner.rank in first.ranks and not is_segmented
+    return getattr(model, "grounds", {}).get(direction) if is_first and runner.has_tiles(0) else None
 
 
 def part_of(
     model: Any, layout: Layout, strategies: Strategies, place: int, microbatches: int, example: Given | None = None
 ) -> Part:
     """What the rank at a place of `pp` has of a whole model on the meta device, and how often it computes it."""
-    if layout.pp == 1:
+    if layout.depth == 1:
         return Part(model)
-    schedule = make(strategies.schedule, layout.pp, microbatches, chunks=strategies.chunks)
+    schedule = make(strategies.schedule, layout.depth, microbatches, chunks=strategies.chunks)
     return Part(linked(model), spans_of(model, layout, strategies, example), schedule, place)
 
 
@@ -175,21 +273,24 @@ def splits_sequences(model: nn.Module) -> bool:
 
 def _placed(layout: Layout, strategies: Strategies) -> Schedule:
     """A schedule of the kind: where stages lie does not depend on the number of microbatches."""
-    return make(strategies.schedule, layout.pp, 2 * layout.pp, chunks=strategies.chunks)
+    return make(strategies.schedule, layout.depth, 2 * layout.depth, chunks=strategies.chunks)
 
 
-def _twins(grid: Grid) -> DeviceMesh:
-    """The ranks that hold the same stages of a bidirectional pipeline: of `data`, in both directions."""
-    stages = [block.flatten().tolist() for block in grid.layout.blocks()]
-    groups = [sorted([*stages[each], *stages[-1 - each]]) for each in range(grid.layout.pp // 2)]
-    found = None
-    for group in groups:
-        if grid.rank in group:
-            found = mesh_of(grid.mesh("data").device_type, group, (TWINS,))
-        else:
-            stay_out_of([group])
-    assert found is not None
-    return found  # type: ignore[no-any-return]
+def _over_both_directions(model: Any, grid: Grid, strategies: Strategies) -> nn.Module:
+    """Each stage over the ranks that hold it, in whichever direction."""
+    layout, schedule, crews = grid.layout, _placed(grid.layout, strategies), crews_of(grid.layout)
+    pipelines = np.array(layout.groups("pp"))
+    sets = [sorted(pipelines[:, holders(schedule, crews, stage)].flatten().tolist()) for stage in range(layout.depth)]
+    meshes = {tuple(each): _mesh_of_mine(grid, [each], TWINS) for each in dict.fromkeys(map(tuple, sets))}
+    of_link = {link: meshes[tuple(sets[stage])] for stage, span in enumerate(model.spans) for link in span}
+
+    def mesh_of_name(name: str) -> DeviceMesh:
+        found = of_link[model.link_of(plain_name(name))]
+        assert found is not None
+        return found
+
+    largest = max((mesh for mesh in meshes.values() if mesh is not None), key=lambda mesh: mesh.size())
+    return data.replicate(model, largest, mesh_of=mesh_of_name)
 
 
 def check(model: nn.Module, layout: Layout, strategies: Strategies, example: Given | None = None) -> None:
@@ -197,9 +298,9 @@ def check(model: nn.Module, layout: Layout, strategies: Strategies, example: Giv
     "time" needs an `example`.)
     """
     name = type(model).__name__
-    if layout.stages is not None or layout.sp > 1:
-        raise ValueError(f"{layout!r}: parallelize splits a model over dp, pp, tp and cp, in equal stages, not over sp")
-    if layout.pp > 1:
+    if layout.is_tiled or layout.stages is not None:
+        _check_tiles(model, layout, strategies)
+    if layout.depth > 1:
         _check_pipeline(model, layout, strategies, example)
     if layout.tp > 1 and not hasattr(model, "blocks"):
         raise ValueError(f"{layout!r}: {name} has no `blocks` of attention and MLP that tp could split: use dp alone")
@@ -213,10 +314,32 @@ def check(model: nn.Module, layout: Layout, strategies: Strategies, example: Giv
         fp8.check_model(model)
 
 
+def _check_tiles(model: nn.Module, layout: Layout, strategies: Strategies) -> None:
+    name = type(model).__name__
+    if any(stage.cp > 1 or stage.tp > 1 for stage in layout.grids):
+        raise ValueError(f"{layout!r}: tiles, and stages that differ, go with dp and pp, and not with cp and tp")
+    if layout.is_tiled and hasattr(model, "tokens"):
+        raise ValueError(f"{layout!r}: {name} has sequences of tokens and no images that sp could cut: use cp")
+    if strategies.stage or strategies.compile or strategies.average_every:
+        raise ValueError(
+            f"{layout!r}: tiles go with stage = 0, compile = false and average_every = 0: their gradients are summed "
+            "whole in every step"
+        )
+    if layout.depth > 1:
+        schedule = _placed(layout, strategies)
+        if schedule.splits_backward or schedule.is_versioned:
+            raise ValueError(f"{layout!r}: {schedule.name} does not go with tiles: use gpipe, 1f1b, gems or gems-gpipe")
+        crews_of(layout).check(schedule)
+        if shared := linked(model).shared():
+            raise ValueError(
+                f"{layout!r}: stages of different sizes cannot share {' and '.join(shared[0])}: untie them"
+            )
+
+
 def _check_pipeline(model: nn.Module, layout: Layout, strategies: Strategies, example: Given | None) -> None:
     chain, schedule, name = linked(model), _placed(layout, strategies), strategies.schedule
     held_bytes = bytes_of(chain)
-    for rank, spans in enumerate(held(schedule, spans_of(chain, layout, strategies, example))):
+    for rank, spans in enumerate(held(schedule, spans_of(chain, layout, strategies, example), crews_of(layout))):
         if not any(held_bytes[link] for span in spans for link in span):
             raise ValueError(
                 f"{layout!r}: rank {rank} of the pipeline would hold no parameters of {type(model).__name__}: choose a "

@@ -64,9 +64,11 @@ def count(targets: Tensor, data: DeviceMesh) -> Tensor:
     return counted
 
 
-def counts(updates: Sequence[Tensor], data: DeviceMesh) -> Tensor:
-    """The same for several updates, each with its own targets."""
+def counts(updates: Sequence[Tensor], data: DeviceMesh, alike: int = 1) -> Tensor:
+    """The same for several updates, each with its own targets. So many ranks have the same ones, for tiles of the same
+    images.
+    """
     counted = torch.stack([(targets != IGNORED).sum() for targets in updates])
     if data.size() > 1:
         dist.all_reduce(counted, group=data.get_group())
-    return counted.clamp_(min=1)
+    return (counted // alike).clamp_(min=1)

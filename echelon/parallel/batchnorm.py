@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.comm.torch_compat import newest
+
 
 def synchronize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Let each BatchNorm1d, 2d and 3d of the model normalise by the batch of all ranks of the mesh.
@@ -101,7 +103,7 @@ def _statistics(x_BC: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor,
         variance_C, mean_C = torch.var_mean(x_BC, dims, correction=0)
         own[1:] = torch.cat([mean_C, variance_C * count])
     everyone = own.new_empty(group.size() * len(own))
-    dist.all_gather_into_tensor(everyone, own, group)
+    newest("all_gather_single", "all_gather_into_tensor")(everyone, own, group)
     counts_R1, means_RC, squares_RC = everyone.view(group.size(), -1).double().split([1, channels, channels], dim=1)
     total = counts_R1.sum()
     if count < 2 and total < 2:  # only who could be alone looks, for looking makes a GPU's host wait

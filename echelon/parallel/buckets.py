@@ -10,12 +10,13 @@ DTensor) is all that counts here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import Work
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor
@@ -68,6 +69,7 @@ class Bucket:
     parameters: dict[str, nn.Parameter]
     places: dict[nn.Parameter, int]
     length: int
+    mesh: DeviceMesh  # the ranks that hold these
     weights: Tensor | None = None  # the memory that the parameters are views of, if they are
     flat: Tensor | None = None  # this rank's gradients, on their way
     arriving: Tensor | None = None  # what the reduction writes to
@@ -115,18 +117,21 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     return local
 
 
-def buckets(model: nn.Module, parts: int | None) -> list[Bucket]:
+MeshOf = Callable[[str], DeviceMesh]  # of a parameter's name: the ranks that hold it
+
+
+def buckets(model: nn.Module, mesh_of: MeshOf, parts: int | None) -> list[Bucket]:
     """A model's buckets in the order in which backward completes them: the last block's first, the rest's last."""
     *blocks, rest = units(model).values()
     apart = apart_of(model)
     found = []
     for unit in [*reversed(blocks), rest]:
-        together: dict[tuple[torch.dtype, str], dict[str, nn.Parameter]] = defaultdict(dict)
+        together: dict[tuple[torch.dtype, str, DeviceMesh], dict[str, nn.Parameter]] = defaultdict(dict)
         for name, parameter in unit.items():
             if parameter.requires_grad:
-                together[parameter.dtype, name if name in apart else ""][name] = parameter
-        for (dtype, _), parameters in together.items():
+                together[parameter.dtype, name if name in apart else "", mesh_of(name)][name] = parameter
+        for (dtype, _, mesh), parameters in together.items():
             counts = [local_tensor(parameter).numel() for parameter in parameters.values()]
             places, length = lay_out(counts, dtype.itemsize, parts)
-            found.append(Bucket(parameters, dict(zip(parameters.values(), places, strict=True)), length))
+            found.append(Bucket(parameters, dict(zip(parameters.values(), places, strict=True)), length, mesh))
     return found

@@ -21,18 +21,26 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import local_tensor, newest, sum_gradients
-from echelon.parallel.buckets import unit_modules
+from echelon.parallel.buckets import MeshOf, unit_modules
 from echelon.parallel.pieces import reducer_of
 from echelon.parallel.reduce import Reducer, as_gradient
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh, *, apart: DeviceMesh | None = None, alone: bool = False) -> nn.Module:
+def replicate(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    apart: DeviceMesh | None = None,
+    alone: bool = False,
+    mesh_of: MeshOf | None = None,
+) -> nn.Module:
     """All on every rank; gradients are all-reduced during backward, and then stand where PyTorch has them.
 
     The ranks of `apart`, another dimension, start equal too, but then go their own ways: local SGD, whose models
     `average.average` brings together. With `alone` the ranks of the mesh update without waiting for any others.
+    Where not all ranks hold the same parameters, `mesh_of` a parameter's or buffer's name gives those that do.
     """
-    return _with_reducer(model, mesh, 0, apart, alone)
+    return _with_reducer(model, mesh, 0, apart, alone, mesh_of)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, stage: int, *, reshard_after_forward: bool = True) -> nn.Module:
@@ -129,7 +137,12 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _with_reducer(
-    model: nn.Module, mesh: DeviceMesh, stage: int, apart: DeviceMesh | None = None, alone: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    stage: int,
+    apart: DeviceMesh | None = None,
+    alone: bool = False,
+    mesh_of: MeshOf | None = None,
 ) -> nn.Module:
     if mesh.ndim != 1:
         raise ValueError(f"stage {stage} works over a mesh of one dimension, but this one has {mesh.ndim}: flatten it")
@@ -137,8 +150,8 @@ def _with_reducer(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"stage {stage} needs a model with memory: call to_empty and initialize it (or load it) first")
     for each in filter(None, (apart, mesh)):
-        _start_equal(model, each)
-    model.gradient_reducer = Reducer(model, mesh, stage, alone or apart is not None)  # type: ignore[assignment]
+        _start_equal(model, each, mesh_of if each is mesh else None)
+    model.gradient_reducer = Reducer(model, mesh, stage, alone or apart is not None, mesh_of)  # type: ignore[assignment]
     return model
 
 
@@ -148,19 +161,19 @@ def _refuse_second_strategy(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _start_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+def _start_equal(model: nn.Module, mesh: DeviceMesh, mesh_of: MeshOf | None = None) -> None:
     """Parameters and buffers become those of the mesh's first rank: one broadcast a unit and dtype."""
     modules = unit_modules(model)
-    groups: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[DeviceMesh, str, torch.dtype], list[Tensor]] = defaultdict(list)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         local = local_tensor(tensor)
         if not local.is_meta:
             unit = next((unit for unit in modules if name.startswith(f"{unit}.")), "")
-            groups[unit, local.dtype].append(local)
-    for tensors in groups.values():
+            groups[mesh_of(name) if mesh_of else mesh, unit, local.dtype].append(local)
+    for (over, _, _), tensors in groups.items():
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        for dim in range(mesh.ndim):
-            dist.broadcast(flat, group=mesh.get_group(dim), group_src=0)
+        for dim in range(over.ndim):
+            dist.broadcast(flat, group=over.get_group(dim), group_src=0)
         for tensor, value in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(value.view(tensor.shape))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def drawing(layout: Layout, ranks_per_node: int | None) -> str:
 def _labels(layout: Layout, stage: Stage) -> list[str]:
     """A row's place in each dimension outside of tp, written where it changes."""
     outer = {"replicate": layout.replicate, "shard": layout.shard} if layout.replicate > 1 else {"dp": layout.dp}
-    degrees = {name: degree for name, degree in (outer | {"cp": stage.cp, "sp": stage.sp}).items() if degree > 1}
+    degrees = {
+        name: degree for name, degree in (outer | {"cp": stage.cp, "sp": math.prod(stage.tiles)}).items() if degree > 1
+    }
     labels, before = [], (-1,) * len(degrees)
     for place in itertools.product(*map(range, degrees.values())):
         words = [f"{name} {at}" for name, at in zip(degrees, place, strict=True)]

@@ -46,22 +46,30 @@ VIEWS = (*_IN_A_STAGE, "pp", "world")
 HYBRID = ("replicate", "shard_cp")  # the dimensions of the one mesh that has two
 _DEGREES = ("pp", "dp", "cp", "sp", "tp")
 
+Tiles = int | tuple[int, int]  # of an image: rows of tiles, or rows and columns
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """The grid of one pipeline stage, but for `dp`, which all stages share."""
 
     cp: int = 1
-    sp: int = 1
+    sp: Tiles = 1
     tp: int = 1
 
     def __post_init__(self) -> None:
+        _fix_tiles(self)
         _check_degrees(self, asdict(self))
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Rows and columns of tiles that an image is cut into."""
+        return self.sp if isinstance(self.sp, tuple) else (self.sp, 1)
 
     @property
     def size(self) -> int:
         """Ranks for each of dp."""
-        return self.cp * self.sp * self.tp
+        return self.cp * math.prod(self.tiles) * self.tp
 
     def __repr__(self) -> str:
         return _written(self)
@@ -71,18 +79,21 @@ class Stage:
 class Layout:
     """Equal stages by their degrees, or `stages` that differ. One degree may be -1, which stands for the rest.
 
+    `sp` is rows of tiles, or a pair: `sp=(2, 2)`, `sp=(1, 4)`.
+
     `replicate` splits dp for hybrid sharding: into so many replicas, each sharded over dp // replicate ranks.
     """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
-    sp: int = 1
+    sp: Tiles = 1
     tp: int = 1
     replicate: int = 1
     stages: Sequence[Stage] | None = None
 
     def __post_init__(self) -> None:
+        _fix_tiles(self)
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(self.stages))
             if not self.stages or (self.pp, self.cp, self.sp, self.tp) != (1, 1, 1, 1):
@@ -122,6 +133,16 @@ class Layout:
     def shard(self) -> int:
         """What is left of dp inside a replica."""
         return self.dp // self.replicate
+
+    @property
+    def depth(self) -> int:
+        """Pipeline stages (of a rank's own; with chunks each is several)."""
+        return len(self.grids)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether any stage cuts images into tiles."""
+        return any(stage.tiles != (1, 1) for stage in self.grids)
 
     @property
     def grids(self) -> tuple[Stage, ...]:
@@ -201,7 +222,7 @@ class Layout:
         return _written(self)
 
     def _shape(self, stage: Stage) -> tuple[int, ...]:
-        return self.replicate, self.shard, stage.cp, stage.sp, stage.tp
+        return self.replicate, self.shard, stage.cp, math.prod(stage.tiles), stage.tp
 
     def _with(self, degrees: Mapping[str, Any]) -> Layout:
         return replace(self, **degrees)
@@ -218,6 +239,11 @@ class Grid:
     layout: Layout
     rank: int
     meshes: Mapping[str, DeviceMesh]
+
+    @property
+    def stage(self) -> int:
+        """The number of this rank's pipeline stage."""
+        return self.layout.coordinates(self.rank)["pp"]
 
     def mesh(self, view: str) -> DeviceMesh:
         """The view's mesh, of one dimension that bears its name; `hybrid` has two, replicate and shard_cp."""
@@ -289,6 +315,8 @@ def _advice(layout: Layout, ranks: int) -> str:
 
 def _fitting(layout: Layout, ranks: int) -> list[Layout]:
     """The layouts for so many ranks that are nearest to this one; those that change dp alone come first."""
+    if isinstance(layout.sp, tuple):
+        layout = replace(layout, sp=math.prod(layout.sp))
     names = [name for name in _DEGREES if name == "dp" or getattr(layout, name) != 1]
     each = 1 if layout.stages is None else sum(stage.size for stage in layout.stages)
 
@@ -302,9 +330,18 @@ def _fitting(layout: Layout, ranks: int) -> list[Layout]:
     return [layout._with(way | {"replicate": math.gcd(layout.replicate, way["dp"])}) for way in chosen]
 
 
-def _check_degrees(owner: Stage | Layout, degrees: Mapping[str, int]) -> None:
+def _fix_tiles(owner: Stage | Layout) -> None:
+    """A pair is a tuple, and one of rows alone a number, so that equal grids are equal."""
+    if not isinstance(owner.sp, int):
+        if len(owner.sp) != 2:
+            raise ValueError(f"sp={owner.sp}: an image is cut into rows, or into rows and columns: sp=4, or sp=(2, 2)")
+        rows, columns = owner.sp
+        object.__setattr__(owner, "sp", rows if columns == 1 else (rows, columns))
+
+
+def _check_degrees(owner: Stage | Layout, degrees: Mapping[str, Any]) -> None:
     for name, degree in degrees.items():
-        if degree < 1:
+        if (min(degree) if isinstance(degree, tuple) else degree) < 1:
             may = ", or -1 for the rest" if name in _DEGREES and isinstance(owner, Layout) else ""
             raise ValueError(f"{owner!r}: {name} counts ranks, so it is 1 or more{may}")
 

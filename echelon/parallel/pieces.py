@@ -35,7 +35,7 @@ def pieces(model: nn.Module) -> list[Piece]:
     reducer = reducer_of(model)
     ranks = max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
     if reducer is None or reducer.stage == 0:
-        found = list(_whole(model, ranks, reducer.ranks if reducer else 1))
+        found = list(_whole(model, ranks, reducer))
     else:
         found = [piece for bucket in reducer.buckets for piece in _parts(bucket, reducer, ranks)]
     apart = apart_of(model)
@@ -50,9 +50,10 @@ def reducer_of(model: nn.Module) -> Reducer | None:
     return getattr(model, "gradient_reducer", None)
 
 
-def _whole(model: nn.Module, ranks: int, replicas: int) -> Iterator[Piece]:
+def _whole(model: nn.Module, ranks: int, reducer: Reducer | None) -> Iterator[Piece]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            replicas = 1 if reducer is None else reducer.mesh_of(name).size()
             memory = local_tensor(parameter).detach()
             yield Piece(name, 0, memory, replicas * _copies(parameter, ranks), partial(take_gradient, parameter))
 

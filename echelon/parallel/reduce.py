@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from echelon.comm.torch_compat import at_end_of_backward, newest
-from echelon.parallel.buckets import Bucket, buckets
+from echelon.parallel.buckets import Bucket, MeshOf, buckets
 
 SUMMED = "is_summed_over_ranks"  # a mark on gradients of stage 0
 
@@ -30,13 +30,18 @@ SUMMED = "is_summed_over_ranks"  # a mark on gradients of stage 0
 class Reducer:
     """Attached to a model as `model.gradient_reducer`."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, stage: int, is_apart: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, stage: int, is_apart: bool = False, mesh_of: MeshOf | None = None
+    ) -> None:
+        """`mesh_of` a parameter's name gives the ranks that hold it, where these are not those of one mesh."""
         self.stage = stage
         self.is_apart = is_apart  # whether ranks outside the mesh train models of their own
         self.group = mesh.get_group()
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
-        self.buckets = buckets(model, self.ranks if stage else None)
-        self._sums = self.ranks > 1 or stage > 0  # one rank's gradients are the sums already
+        self.mesh_of: MeshOf = mesh_of or (lambda _: mesh)
+        self.buckets = buckets(model, self.mesh_of, self.ranks if stage else None)
+        # one rank's gradients are the sums already
+        self._sums = stage > 0 or any(bucket.mesh.size() > 1 for bucket in self.buckets)
         self.accumulating = False
         self.holding = False  # all gradients, until `finish`
         self._launched = 0  # buckets, in this backward pass
@@ -122,7 +127,7 @@ class Reducer:
         self._launched += 1
         assert bucket.flat is not None
         if self.stage == 0:
-            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.flat, group=bucket.mesh.get_group(), async_op=True)
             return
         reduce_scatter = newest("reduce_scatter_single", "reduce_scatter_tensor")
         bucket.arriving = torch.empty_like(self.part(bucket.flat))

@@ -26,7 +26,7 @@ def schedule(
     name: Annotated[
         str,
         typer.Argument(
-            help="gpipe, 1f1b, interleaved, zero-bubble, gems, chimera, pipedream or pipedream-2bw.",
+            help="gpipe, 1f1b, interleaved, zero-bubble, gems, gems-gpipe, chimera, pipedream or pipedream-2bw.",
             show_default=False,
         ),
     ],

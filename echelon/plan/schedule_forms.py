@@ -36,6 +36,8 @@ def closed_forms(schedule: Schedule, *, backward: float = 2.0) -> Forms:
     lasting = _all("0", 0, "N → ∞")
     equal = _all("(D−1)/(D+1)", (d - 1) / (d + 1), "N → ∞")
     double = _all("(D−1)/(D+½)", (d - 1) / (d + 0.5), "backward = 2 × forward, N → ∞")
+    run_equal = _all("(D−1)/(⅔N+D−1)", (d - 1) / (2 * n / 3 + d - 1), "backward = forward")
+    run_double = _all("(D−1)/(⅗N+D−1)", (d - 1) / (3 * n / 5 + d - 1), "backward = 2 × forward")
     one, two = _all("1", 1), _all("2", 2)
     return {
         "gpipe": Forms(filled, _all("N", n), one),
@@ -49,6 +51,7 @@ def closed_forms(schedule: Schedule, *, backward: float = 2.0) -> Forms:
             _all("(D−1)/(3N+D−1)", (d - 1) / (3 * n + d - 1), "F = B = W, N ≥ D"), _all("D", d, "N ≥ D"), one
         ),
         "gems": Forms(equal if backward == 1 else double, one, two),
+        "gems-gpipe": Forms(run_equal if backward == 1 else run_double, _all("⌈N/2⌉", -(-n // 2)), two),
         "chimera": Forms(
             _all("(D−2)/(2N+D−2)", (d - 2) / (2 * n + d - 2), "backward = forward, D | N"),
             Form("D/2+1 … D", d / 2 + 1, d, "N ≥ D"),

@@ -75,7 +75,7 @@ def traffic(
         copies = ranks * (2 if own.is_bidirectional else 1)
         told = data_traffic.traffic(held, strategies.stage, copies, backwards=own.reductions)
         add(TWINS if own.is_bidirectional else summed, told, own.updates)
-    if layout.pp > 1:
+    if layout.depth > 1:
         streams = own.messages(model, example, DTYPES[strategies.precision]) // (grid.tp if splits else 1)
         add("pp", {"send": streams + own.statistics(element) + _ties(own, held, strategies.stage, layout, rank)})
     if ranks > 1:

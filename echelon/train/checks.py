@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echelon.models import presets
 from echelon.models.model import Model
-from echelon.models.presets import is_causal, takes_images
+from echelon.models.presets import is_causal, segments, takes_images
 from echelon.parallel import apply, sequence
 from echelon.parallel.layout import Layout
 from echelon.parallel.pipeline.schedule import make
@@ -47,7 +47,7 @@ def check(config: Config, ranks: int) -> Config:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_samples(config, layout)
-    if layout.pp > 1:
+    if layout.depth > 1:
         _check_pipeline(config, layout)
     _check_data(config)
     if config.train.device == "cuda" and not torch.cuda.is_available():
@@ -84,13 +84,13 @@ def passes(config: Config) -> int:
     that is four a stage, as far as a step's samples can be divided so.
     """
     own, layout = config.train.batch // config.layout.dp, config.layout
-    if config.train.micro_batch or layout.pp == 1:
+    if config.train.micro_batch or layout.depth == 1:
         return own // (config.train.micro_batch or own)
     kind, chunks = config.strategies.schedule, config.strategies.chunks
     fitting = [
-        count for count in range(1, own + 1) if own % count == 0 and _is_schedule(kind, layout.pp, count, chunks)
+        count for count in range(1, own + 1) if own % count == 0 and _is_schedule(kind, layout.depth, count, chunks)
     ]
-    return next((count for count in fitting if count >= _MICROBATCHES * layout.pp), max(fitting, default=own))
+    return next((count for count in fitting if count >= _MICROBATCHES * layout.depth), max(fitting, default=own))
 
 
 def example(config: Config, layout: Layout) -> dict[str, Tensor]:
@@ -98,8 +98,11 @@ def example(config: Config, layout: Layout) -> dict[str, Tensor]:
     samples, whole = micro_batch(replace(config, layout=layout)), torch.zeros((), device="meta", dtype=torch.int64)
     given = {"samples_B": whole.expand(samples)}
     if takes_images(config.architecture):
-        images = torch.empty(samples, 3, config.image, config.image, device="meta")
-        return given | {"images_BCHW": images, "targets_B": whole.expand(samples)}
+        shape: Any = config.architecture
+        images = {"images_BCHW": torch.empty(samples, shape.channels, config.image, config.image, device="meta")}
+        if segments(shape):
+            return given | images | {"targets_BHW": whole.expand(samples, config.image, config.image)}
+        return given | images | {"targets_B": whole.expand(samples)}
     tokens = whole.expand(samples, config.length // layout.cp)
     positions = {"positions_S": whole.expand(tokens.shape[1])} if layout.cp > 1 else {}
     return given | {"tokens_BS": tokens, "targets_BS": tokens} | positions
@@ -154,7 +157,7 @@ def _check_pipeline(config: Config, layout: Layout) -> None:
     strategies, config = config.strategies, replace(config, layout=layout)
     own, count = config.train.batch // layout.dp, passes(config)
     try:
-        schedule = make(strategies.schedule, layout.pp, count, chunks=strategies.chunks)
+        schedule = make(strategies.schedule, layout.depth, count, chunks=strategies.chunks)
     except ValueError as error:
         raise ConfigError(
             f"{error} (a step's {own} samples for each rank of dp, [train] batch = {config.train.batch} over dp = "
@@ -189,7 +192,9 @@ def _check_sequences(config: Config, layout: Layout) -> None:
 
 def _check_data(config: Config) -> None:
     data, images = config.data, takes_images(config.architecture)
-    kinds = ("images", "synthetic") if images else ("text", "tokens", "datasets", "synthetic")
+    kinds = ["images", "large-images", "synthetic"] if images else ["text", "tokens", "datasets", "synthetic"]
+    if segments(config.architecture):
+        kinds.remove("images")
     if data.kind not in kinds:
         raise ConfigError(
             f'[data] kind = "{data.kind}" is not for {type(config.architecture).__name__.removesuffix("Config")}, '
@@ -208,7 +213,7 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
     """The settings that must be paths; a text's may be a pattern, and a dataset's a name."""
     for name in ("path", "held_out_path"):
         path = getattr(config.data, name)
-        if path and config.data.kind in ("tokens", "images"):
+        if path and config.data.kind in ("tokens", "images", "large-images"):
             yield name, path
 
 

@@ -22,14 +22,14 @@ from echelon.models.presets import Config as ModelConfig
 from echelon.models.presets import change, image_side, nearest
 from echelon.models.presets import config as model_config
 from echelon.parallel.apply import Strategies
-from echelon.parallel.layout import Layout
+from echelon.parallel.layout import Layout, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where samples come from."""
 
-    kind: Literal["text", "tokens", "datasets", "images", "synthetic"] = "synthetic"
+    kind: Literal["text", "tokens", "datasets", "images", "large-images", "synthetic"] = "synthetic"
     path: str = ""  # a file or folder; of `datasets` a name or folder; "python" is Python's own standard library
     held_out_path: str = ""  # the same for evaluation; without it, `held_out` of the samples are kept back
     held_out: float = 0.01
@@ -159,7 +159,6 @@ class Config:
 
 
 SECTIONS: dict[str, Any] = typing.get_type_hints(Config)
-_OMITTED = {"stages"}  # of a layout: what a file cannot say
 
 
 class ConfigError(ValueError):
@@ -276,7 +275,7 @@ def _section(name: str, table: Mapping[str, Any]) -> Any:
 
 def _settings(section: type) -> dict[str, Any]:
     hints = typing.get_type_hints(section)
-    return {each.name: hints[each.name] for each in dataclasses.fields(section) if each.name not in _OMITTED}
+    return {each.name: hints[each.name] for each in dataclasses.fields(section)}
 
 
 def _value(section: str, name: str, value: Any, hint: Any) -> Any:
@@ -289,8 +288,10 @@ def _value(section: str, name: str, value: Any, hint: Any) -> Any:
         return value
     if origin in (typing.Union, types.UnionType):
         kinds = [of for of in typing.get_args(hint) if of is not type(None)]
-        listed = [of for of in kinds if typing.get_origin(of) is Sequence and isinstance(value, list | tuple)]
+        listed = [of for of in kinds if typing.get_origin(of) in (Sequence, tuple) and isinstance(value, list | tuple)]
         return _value(section, name, value, (listed or kinds)[0])
+    if origin is Sequence and typing.get_args(hint) == (Stage,):
+        return _stages(where, value)
     if origin is Sequence:
         if not all(type(each) is int for each in value):
             raise ConfigError(f"{where} is not a list of whole numbers")
@@ -310,12 +311,31 @@ def _value(section: str, name: str, value: Any, hint: Any) -> Any:
     return value
 
 
+def _stages(where: str, value: Any) -> list[Stage]:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+        raise ConfigError(f"{where} is not a list of tables, one for each stage: [{{sp = 4}}, {{}}]")
+    hints, found = _settings(Stage), []
+    for table in value:
+        if unknown := [key for key in table if key not in hints]:
+            raise ConfigError(f"{where}: a stage has no {unknown[0]!r}{nearest(unknown[0], hints)}: {_list(hints)}")
+        degrees = {key: _value("layout", f"stages: {key}", of, hints[key]) for key, of in table.items()}
+        try:
+            found.append(Stage(**degrees))
+        except ValueError as error:
+            raise ConfigError(f"[layout]: {error}") from None
+    return found
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         return f'"{escaped}"'
+    if isinstance(value, Stage):
+        value = {name: of for name, of in asdict(value).items() if of != 1}
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {_toml(of)}' for name, of in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return repr(value)

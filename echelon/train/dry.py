@@ -39,17 +39,19 @@ def show(config: Config) -> None:
         f"pass{'es' * (passes(config) > 1)} of {micro_batch(config)} on each rank",
         highlight=False,
     )
-    if config.layout.pp > 1:
+    if config.layout.depth > 1:
         console.print(_pipeline(config, model), highlight=False)
     console.print(_held(config))
-    if config.layout.size > 1:
+    if config.layout.is_tiled:
+        console.print("what a rank sends is not planned for tiles")
+    elif config.layout.size > 1:
         console.print(_sent(config, model))
 
 
 def _pipeline(config: Config, model: Any) -> str:
     """What stages there are, and how long they wait."""
     strategies, layout = config.strategies, config.layout
-    schedule = make(strategies.schedule, layout.pp, passes(config), chunks=strategies.chunks)
+    schedule = make(strategies.schedule, layout.depth, passes(config), chunks=strategies.chunks)
     spans = spans_of(model, layout, strategies, example(config, layout))
     parts = [[name for link in span for name in linked(model).parts(link)] for span in spans]
     links = [", ".join(names) if len(names) < _FEW else f"{names[0]} to {names[-1]}" for names in parts]
@@ -65,7 +67,8 @@ def _pipeline(config: Config, model: Any) -> str:
 def _held(config: Config) -> Table | str:
     ranks = predicted(config, at_peak=True)
     if ranks is None:
-        return f"what a rank holds is not planned for {config.strategies.precision}"
+        what = "tiles" if config.layout.is_tiled else config.strategies.precision
+        return f"what a rank holds is not planned for {what}"
     table = Table("ranks", title="MiB that a rank holds", box=SIMPLE_HEAD, title_justify="left")
     for name in (*_KINDS.values(), "on the host"):
         table.add_column(name, justify="right")
@@ -82,7 +85,7 @@ def _sent(config: Config, model: Any) -> Table:
     table.title_justify = "left"
     table.add_column("payload", justify="right")
     layout, count, length = config.layout, passes(config), attended(config)
-    of_a_pass = count > 1 and layout.pp == 1
+    of_a_pass = count > 1 and layout.depth == 1
     batch, microbatches = (config.train.batch // count, 1) if of_a_pass else (config.train.batch, count)
     given = example(config, layout)
     same: dict[tuple[Any, ...], list[int]] = defaultdict(list)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor
 from echelon.models.presets import takes_images
 from echelon.parallel.layout import Grid
 from echelon.parallel.loss import IGNORED
+from echelon.parallel.spatial.tiles import Tile, plain
 from echelon.train.build import in_dtype
 from echelon.train.checks import micro_batch
 from echelon.train.config import Config
 from echelon.train.data import Loader, Source
-from echelon.train.passes import Passes, targets_of
+from echelon.train.data.source import TiledSource
+from echelon.train.passes import Passes, has_own_targets, targets_of
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,13 @@ class _First:
     def __len__(self) -> int:
         return self.count
 
-    def batch(self, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> dict[str, Tensor]:
-        return self.source.batch(numbers, epochs)
+    @property
+    def side(self) -> int:
+        """Of a source that can be read by tile."""
+        return cast(TiledSource, self.source).side
+
+    def batch(self, numbers: NDArray[np.int64], epochs: NDArray[np.int64], **tile: Any) -> dict[str, Tensor]:
+        return self.source.batch(numbers, epochs, **tile)
 
 
 class Evaluation:
@@ -43,6 +51,7 @@ class Evaluation:
         self._places = range(0, samples, batch)  # the last batch may reach beyond the samples
         self._config, self._grid = config, grid
         self._counts_hits = takes_images(config.architecture) and grid.layout.tp == 1
+        self._tiles = math.prod(grid.layout.grids[-1].tiles)
         if source is not None and samples:
             self._loader = Loader(
                 _First(source, samples), None, grid, batch=batch, micro_batch=micro_batch(config), **how
@@ -60,19 +69,31 @@ class Evaluation:
             batch = [in_dtype(given, self._config) for given in self._loader.load(place)]
             for given, ended in zip(batch, passes.forward(batch), strict=True):
                 if ended is not None:
-                    loss += ended
-                    count += (targets_of(given) != IGNORED).sum()
+                    loss += ended / self._tiles
+                    counted = (targets_of(given) != IGNORED).sum()
+                    count += counted if has_own_targets(given) else counted / self._tiles
             self._loader.read_ahead()
             if self._counts_hits:
-                images = [{name: each for name, each in given.items() if name != "targets_B"} for given in batch]
+                images = [{name: each for name, each in given.items() if "targets" not in name} for given in batch]
                 for given, classes in zip(batch, passes.forward(images), strict=True):
                     if classes is not None:
-                        hits += (classes.argmax(-1) == given["targets_B"]).sum()
+                        hits += self._hits(classes, targets_of(given))
         model.train()
-        total = torch.stack([loss, count, hits])  # ranks of tp have the same, of all three
+        total = torch.stack([loss, count, hits])  # ranks of tp have the same, of all three; those of sp their shares
         dist.all_reduce(total, group=self._grid.mesh("world").get_group())
         found = {"loss": (total[0] / total[1]).item()}
         return found | ({"accuracy": (total[2] / total[1]).item()} if self._counts_hits else {})
+
+    def _hits(self, classes: Any, targets: Tensor) -> Tensor:
+        """This rank's share of what was classified rightly: of its tile, or of what all ranks with tiles have alike."""
+        if targets.dim() == 1:
+            found: Tensor = (classes.argmax(-1) == targets).sum()
+            return found / self._tiles
+        if isinstance(classes, Tile) and tuple(targets.shape[-2:]) == classes.whole.sizes:
+            rows, columns = classes.whole.here
+            targets = targets[:, rows.start : rows.stop, columns.start : columns.stop]
+        own: Tensor = plain(classes)
+        return (own.argmax(1) == targets).sum()
 
     def close(self) -> None:
         if hasattr(self, "_loader"):

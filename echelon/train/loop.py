@@ -12,14 +12,15 @@ import contextlib
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from echelon.models.presets import is_causal
-from echelon.parallel.apply import pipeline, summed_over
+from echelon.models.presets import is_causal, segments
+from echelon.parallel.apply import ground_of, pipeline, summed_over
 from echelon.parallel.average import average, average_buffers
 from echelon.train.build import build_model, choose_device, in_dtype, join_world, limit_waiting
 from echelon.train.checkpoint import Checkpoints
@@ -60,14 +61,16 @@ class Trainer:
         limit_waiting(self.grid, config.train.timeout)
         self.model: Any = build_model(config, self.grid, self.device)
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        runner = pipeline(self.model, self.grid, config.strategies, passes(config)) if config.layout.pp > 1 else None
-        self.passes = Passes(self.model, self.optimizer, summed_over(self.grid, config.strategies), runner)
+        runner = pipeline(self.model, self.grid, config.strategies, passes(config)) if config.layout.depth > 1 else None
+        tiles = math.prod(config.layout.grids[self.grid.stage].tiles)
+        self.passes = Passes(self.model, self.optimizer, summed_over(self.grid, config.strategies), runner, tiles)
 
         self.sources = sources = open_sources(config, self.folder / "data")
         how: dict[str, Any] = {
             "kind": config.strategies.sequence,
             "causal": is_causal(config.architecture),
             "device": self.device,
+            "ground_of": partial(ground_of, self.model, runner, is_segmented=segments(config.architecture)),
         }
         order = Order(len(sources.train), config.train.seed)
         self.loader = Loader(
@@ -145,7 +148,7 @@ class Trainer:
     def evaluate(self) -> None:
         """The loss on what was held out; in local SGD, of the mean of the models."""
         self._average()
-        average_buffers(self.model, self.grid.mesh("data"))
+        average_buffers(self.model, self.grid.mesh("dp"))
         if found := self.evaluation.run(self.model, self.passes):
             self.held_out = found["loss"]
             self.meter.event("eval", self.step, **found)
@@ -153,7 +156,7 @@ class Trainer:
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""
         self._average()
-        average_buffers(self.model, self.grid.mesh("data"))
+        average_buffers(self.model, self.grid.mesh("dp"))
         stall = self.checkpoints.save(self.step, {"step": self.step, "samples": self.samples, "data": self.data})
         self.meter.event("save", self.step, stall_s=stall)
 
@@ -161,7 +164,9 @@ class Trainer:
         """The loss of the whole batch and the norm of all gradients; whether the step was skipped somewhere, whether
         that ends the run, and whether any rank was asked to stop: one small sum over all ranks."""
         layout, optimizer = self.grid.layout, self.optimizer
-        copies = layout.tp * (layout.dp if self.config.strategies.average_every else 1)
+        copies = (
+            layout.tp * math.prod(layout.grids[-1].tiles) * (layout.dp if self.config.strategies.average_every else 1)
+        )
         finite = math.isfinite(norm) and math.isfinite(own_loss)
         adapting = optimizer.is_scaling and optimizer.loss_scale >= 1 and math.isfinite(own_loss)  # fp16's usual way
         fatal = not finite and not adapting and self.config.train.non_finite == "stop"

@@ -77,7 +77,7 @@ def predicted(config: Config, *, at_peak: bool = False) -> list[Kinds] | None:
     kept whole ones has summed them; and one with versions has made its last, and needs no gradients any more.
     """
     precision = config.strategies.precision
-    if precision == "fp64":
+    if precision == "fp64" or config.layout.is_tiled:
         return None
     model: Any = meta_model(config)
     layout, count = config.layout, passes(config)
@@ -90,9 +90,8 @@ def predicted(config: Config, *, at_peak: bool = False) -> list[Kinds] | None:
     blocks: Any = getattr(model, "blocks", None)
     kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
     split = partial(tensor.split_dimension, kv_heads=kv_heads, ranks=layout.tp)
-    parts = [
-        part_of(model, layout, config.strategies, place, count, example(config, layout)) for place in range(layout.pp)
-    ]
+    given = example(config, layout)
+    parts = [part_of(model, layout, config.strategies, place, count, given) for place in range(layout.depth)]
     portions = [_portion(config, part, at_peak=at_peak) for part in parts]
     held = plan.by_rank(portions, layout, training, split=split)
     gradients = [each.gradients for each in held]

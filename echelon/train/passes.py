@@ -27,8 +27,15 @@ class Passes:
     """Of one rank. `summed_over` are the ranks whose gradients are summed, and targets counted, in a step."""
 
     def __init__(
-        self, model: Any, optimizer: Optimizer, summed_over: DeviceMesh, pipeline: Pipeline | None = None
+        self,
+        model: Any,
+        optimizer: Optimizer,
+        summed_over: DeviceMesh,
+        pipeline: Pipeline | None = None,
+        tiles: int = 1,
     ) -> None:
+        """`tiles` are the ranks that have the same samples, each a tile of their images."""
+        self._tiles = tiles
         self._model, self._optimizer, self._summed_over = model, optimizer, summed_over
         self._pipeline = pipeline
         self.is_versioned = pipeline is not None and pipeline.schedule.is_versioned
@@ -37,7 +44,7 @@ class Passes:
         """Forward and backward; returns the sum of the losses that ended here (with versions, their mean)."""
         updates = [range(len(passes))] if self._pipeline is None else self._pipeline.schedule.updates
         targets = [torch.cat([targets_of(passes[number]).flatten() for number in update]) for update in updates]
-        counts = batches.counts(targets, self._summed_over)
+        counts = batches.counts(targets, self._summed_over, alike=1 if has_own_targets(passes[0]) else self._tiles)
         count_of = {number: count for update, count in zip(updates, counts, strict=True) for number in update}
         total = torch.zeros((), dtype=torch.float64, device=counts.device)
         if self._pipeline is None:
@@ -75,4 +82,9 @@ class Passes:
 
 
 def targets_of(given: Given) -> Tensor:
-    return given["targets_B" if "targets_B" in given else "targets_BS"]
+    return next(each for name, each in given.items() if name.startswith("targets_"))
+
+
+def has_own_targets(given: Given) -> bool:
+    """Whether a rank has the targets of its tile alone."""
+    return "targets_BHW" in given and given["targets_BHW"].shape[-2:] != given["images_BCHW"].shape[-2:]

@@ -52,7 +52,6 @@ class State:
         self._reducer = reducer_of(model)
         meshes = [each.device_mesh for each in model.parameters() if isinstance(each, DTensor)]
         self._mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
-        self._is_first = dist.get_rank() == getattr(model, "first_holder", 0)
 
     def to_save(self) -> dict[str, Held]:
         """All tensors, in the same order on all ranks that hold the same."""
@@ -61,7 +60,7 @@ class State:
         is_cut = self._reducer is not None and self._reducer.stage > 0
         for name, kind, tensor, offset in self._of_optimizer():
             if tensor.dim() == 0:
-                writes = self._is_first and name not in self._of_others
+                writes = self._is_first(name) and name not in self._of_others
                 of_tensor = Held((), tensor.dtype, [(Box((), ()), tensor)], writes)
             else:
                 parameter = self._parameters[name]
@@ -80,8 +79,8 @@ class State:
             chunks = _chunks(tensor, held.local(tensor), 0)
             found[f"model.{name}"] = Held(tuple(tensor.shape), tensor.dtype, chunks, writes)
         for name, buffer in self._model.named_buffers():
-            chunks = _chunks(buffer, buffer, 0)
-            found[f"model.{held.plain_name(name)}"] = Held(tuple(buffer.shape), buffer.dtype, chunks, self._is_first)
+            chunks, plain_name = _chunks(buffer, buffer, 0), held.plain_name(name)
+            found[f"model.{plain_name}"] = Held(tuple(buffer.shape), buffer.dtype, chunks, self._is_first(plain_name))
         return found
 
     def to_load(self, metadata: Metadata) -> tuple[dict[str, list[Chunk]], dict[str, Any]]:
@@ -129,6 +128,11 @@ class State:
                 if kind != "master" or value.dtype != self._parameters[name].dtype:
                     yield name, kind, value, state["offset"]
 
+    def _is_first(self, name: str) -> bool:
+        """Whether this is the first rank of the world that has a tensor."""
+        model: Any = self._model
+        return dist.get_rank() == (model.first_holder(name) if hasattr(model, "first_holder") else 0)
+
     def _writes(self, dealer: Dealer, name: str, dtype: torch.dtype, over_data: bool = True) -> bool:
         """Whether this rank is the one to write, of all that hold the same of a parameter (and, where `over_data`,
         all ranks of data parallelism do).
@@ -138,7 +142,8 @@ class State:
         tensor = self._parameters[name]
         place, holders = 0, 1
         if over_data and self._reducer is not None:
-            place, holders = self._reducer.rank, self._reducer.ranks
+            over = self._reducer.mesh_of(name)
+            place, holders = over.get_local_rank(), over.size()
         if self._mesh is not None:
             mesh = tensor.device_mesh if isinstance(tensor, DTensor) else self._mesh
             coordinate = mesh.get_coordinate() or ()

@@ -100,7 +100,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ({"train": {"micro_batch": 3}}, 2, "the nearest that does is 4"),
         ({"layout": {"tp": 3}}, 3, "tp=3 cannot split 4 heads"),
         ({"layout": {"dp": 2, "tp": 2}}, 8, "Layout(dp=2, tp=2) needs 4 ranks, but 8 are running"),
-        ({"layout": {"sp": 2}}, 2, "not over sp"),
+        ({"layout": {"sp": 2}}, 2, "no images that sp could cut: use cp"),
         ({"layout": {"pp": 8}}, 8, "cannot be cut into 8 stages: use 1 to 4, or a deeper model"),
         ({"layout": {"pp": 2}, "strategies": {"balance": [1, 2]}}, 2, "it says how many links each stage gets"),
         ({"layout": {"pp": 3}, "strategies": {"schedule": "chimera"}}, 3, "choose 2 or 4, or a schedule of one"),
@@ -169,8 +169,10 @@ def test_data_that_is_not_there():
 
 
 def test_images_and_tokens_are_not_taken_for_each_other():
-    with pytest.raises(ConfigError, match="takes images: choose images or synthetic"):
+    with pytest.raises(ConfigError, match="takes images: choose images or large-images or synthetic"):
         check(parse({"model": {"name": "resnet18"}, "data": {"kind": "text", "path": "python"}}), 1)
+    with pytest.raises(ConfigError, match="UNet, which takes images: choose large-images or synthetic"):
+        check(parse({"model": {"name": "unet"}, "data": {"kind": "images", "path": "."}}), 1)
     with pytest.raises(ConfigError, match="takes images of 224: set"):
         check(parse({"model": {"name": "vit-b16"}, "data": {"image": 32}}), 1)
     with pytest.raises(ConfigError, match="no `blocks`"):

@@ -24,21 +24,22 @@ def with_messages(
     """The schedule whose ranks compute in the order of these rows."""
     ranks = len(rows)
     bare = Schedule(name, ranks, ranks * chunks, microbatches, tuple(map(tuple, rows)), directions)
-    actions = tuple(_row(bare, row) for row in bare.actions)
+    actions = tuple(woven(bare, row) for row in bare.actions)
     return Schedule(name, ranks, bare.stages, microbatches, actions, directions, is_versioned)
 
 
-def _row(schedule: Schedule, row: tuple[Action, ...]) -> tuple[Action, ...]:
+def woven(schedule: Schedule, row: Sequence[Action]) -> tuple[Action, ...]:
+    """A rank's computations and updates, with their messages."""
     computations = [place for place, action in enumerate(row) if action.kind in COMPUTATIONS]
     ahead = dict(itertools.pairwise(computations))
-    woven: list[Action] = []
+    found: list[Action] = []
     for place, action in enumerate(row):
         if computations and place == computations[0]:
-            woven += message("receive", schedule, action)
+            found += message("receive", schedule, action)
         if place in ahead:
-            woven += message("receive", schedule, row[ahead[place]])
-        woven += [action, *message("send", schedule, action)]
-    return tuple(woven)
+            found += message("receive", schedule, row[ahead[place]])
+        found += [action, *message("send", schedule, action)]
+    return tuple(found)
 
 
 def message(kind: Kind, schedule: Schedule, action: Action) -> list[Action]:

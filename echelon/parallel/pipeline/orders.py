@@ -69,6 +69,19 @@ def gems(ranks: int, microbatches: int) -> Schedule:
     return _synchronous("gems", rows, microbatches, directions=_BOTH)
 
 
+def gems_gpipe(ranks: int, microbatches: int) -> Schedule:
+    """As gems, with all microbatches of a direction under way at once, as in gpipe: first all down, then all up."""
+    rows = []
+    for rank in range(ranks):
+        row: list[Action] = []
+        for way, numbers in zip(_BOTH, (range(0, microbatches, 2), range(1, microbatches, 2)), strict=True):
+            stage = rank if way == "down" else ranks - 1 - rank
+            row += [Action("forward", stage, each, way) for each in numbers]
+            row += [Action("backward", stage, each, way) for each in numbers]
+        rows.append(row)
+    return _synchronous("gems-gpipe", rows, microbatches, directions=_BOTH)
+
+
 def chimera(ranks: int, microbatches: int) -> Schedule:
     """Two pipelines in opposite directions, each in the other's bubbles (Li and Hoefler, 2021).
 

@@ -48,7 +48,7 @@ class Part:
         if schedule is None:
             self.model, self.microbatches = whole, 1
             names = [name for name, _ in whole.named_parameters()]
-            self.passes = [StagePasses(names, _attentions(whole), norms_of(whole), True, True, 1)]
+            self.passes = [StagePasses(names, _attentions(whole), [*norms_of(whole).values()], True, True, 1)]
             self.reductions = self.updates = 1
             self.is_bidirectional = self.is_versioned = False
             return
@@ -142,7 +142,7 @@ class Part:
         return StagePasses(
             [name for name, _ in self.model.named_parameters() if any(_overlap(name, part) for part in of_stage)],
             [each for part in parts for each in _attentions(part)],
-            [each for part in parts for each in norms_of(part)],
+            [each for part in parts for each in norms_of(part).values()],
             stage == 0,
             stage == len(self._spans) - 1,
             count,

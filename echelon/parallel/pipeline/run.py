@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,16 +28,20 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon.comm.torch_compat import reduce_kept_gradients
 from echelon.models.chain import Edge, Given, Linked, Value
+from echelon.models.held import plain_name
 from echelon.parallel import data
 from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pieces import reducer_of
 from echelon.parallel.pipeline.actions import BACKWARDS, Action, Direction, Schedule
-from echelon.parallel.pipeline.mail import Mail, Signature, parts_of, signature
+from echelon.parallel.pipeline.crews import Crews
+from echelon.parallel.pipeline.mail import Kinds, Mail, Route, Signature, check_value, kinds_of, parts_of, signature
 from echelon.parallel.pipeline.schedule import forward_only
-from echelon.parallel.pipeline.statistics import Replay, frozen
+from echelon.parallel.pipeline.statistics import Replay, frozen, norms_of
 from echelon.parallel.pipeline.ties import Ties
 from echelon.parallel.pipeline.versions import Versions
 from echelon.parallel.pipeline.weight_gradients import split
+from echelon.parallel.spatial import cut_images, leaving
+from echelon.parallel.spatial.tiles import Ground, Tile, Whole, plain
 
 Loss = Callable[[Any, int], Tensor]  # of what the last stage gives for a microbatch
 _Key = tuple[int, Direction, int]  # stage, direction, microbatch
@@ -50,13 +55,15 @@ class OutOfMemoryError(RuntimeError):
 class _Flight:
     """A microbatch between its passes through a stage."""
 
-    received: dict[Edge, Value]
-    out: dict[Edge, Value] = field(default_factory=dict)
+    received: dict[Edge, tuple[Value, Kinds]]
+    out: dict[Edge, tuple[Value, Kinds]] = field(default_factory=dict)
     loss: Tensor | None = None
 
 
 class Pipeline:
     """One rank of a pipeline, whose ranks are those of `group`, in order. `model` has kept this rank's links alone.
+
+    A stage has one rank, or a crew of them: each computes a tile of the images on the ground of its direction.
 
     `recompute` are the stages that keep only what they received, and compute the rest again in the backward pass.
     `times`, once it is a list, gets the action, beginning and end of all that is computed, reduced and updated.
@@ -70,10 +77,13 @@ class Pipeline:
         group: dist.ProcessGroup,
         *,
         recompute: Sequence[int] = (),
+        crews: Crews | None = None,
+        grounds: Mapping[Direction, Ground] = MappingProxyType({}),
     ) -> None:
-        if dist.get_world_size(group) != schedule.ranks or len(spans) != schedule.stages:
+        self.crews = crews or Crews.alone(schedule.ranks)
+        if dist.get_world_size(group) != self.crews.ranks or len(spans) != schedule.stages:
             raise ValueError(
-                f"a schedule of {schedule.ranks} ranks and {schedule.stages} stages, but there are "
+                f"a schedule of {self.crews.ranks} ranks and {schedule.stages} stages, but there are "
                 f"{dist.get_world_size(group)} ranks and {len(spans)} spans of links: make the schedule for the "
                 "group, and partition the model into its stages"
             )
@@ -87,6 +97,7 @@ class Pipeline:
             )
         self.model, self.schedule, self.group = model, schedule, group
         self.rank = dist.get_rank(group)
+        self._grounds = grounds
         self.times: list[tuple[Action, float, float]] | None = None
         self.versions = Versions(model) if schedule.is_versioned else None
         self._spans, self._recompute = list(spans), set(recompute)
@@ -96,7 +107,7 @@ class Pipeline:
         self._mail = Mail(group, model.edges(), self._device)
         self._later = split(model) if schedule.splits_backward else None
         self._ties = Ties(model, group)
-        self._replay = Replay(model, group, schedule.ranks - 1 - self.rank) if schedule.is_bidirectional else None
+        self._replay = self._make_replay() if schedule.is_bidirectional else None
         self._flights: dict[_Key, _Flight] = {}
         self._given: Sequence[Given] = ()
         self._signatures: list[Signature] = []
@@ -108,13 +119,18 @@ class Pipeline:
     @property
     def has_loss(self) -> bool:
         """Whether this rank has the last stage, or a copy of it."""
-        return any(stage == self.schedule.stages - 1 for stage, _ in self.schedule.held(self.rank))
+        return any(stage == self.schedule.stages - 1 for stage, _ in self.crews.held(self.schedule, self.rank))
+
+    def has_tiles(self, stage: int) -> bool:
+        """Whether a stage computes tiles: all do, if there is ground, or those that have crews."""
+        alike = self.crews.ranks == self.schedule.ranks
+        return bool(self._grounds) and (alike or self.crews.crew(stage).tiles != (1, 1))
 
     def run(self, microbatches: Sequence[Given], loss: Loss, optimizer: Optimizer | None = None) -> list[Tensor | None]:
         """One step; returns the losses of the microbatches that ended on this rank, None for the others. With versions
         an optimizer is needed, which makes them.
         """
-        actions = self.schedule.actions[self.rank]
+        actions = self.crews.actions(self.schedule, self.rank)
         if self.versions is not None:
             if optimizer is None:
                 raise ValueError(f"{self.schedule.name} updates while it runs: give `run` an optimizer")
@@ -134,7 +150,7 @@ class Pipeline:
         """What the model gives for each microbatch, on the rank where it ends; None elsewhere."""
         self._loss = None
         self._begin(microbatches)
-        for action in forward_only(self.schedule).actions[self.rank]:
+        for action in self.crews.actions(forward_only(self.schedule), self.rank):
             self._take(action)
         return self._end()
 
@@ -166,16 +182,16 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         number, told = action.microbatch, self._signatures[action.microbatch]
         into, _ = self._crossing[action.stage]
-        received = {edge: self._mail.take(edge, number, told, self._rank_of(edge[0], action)) for edge in into}
+        received = {edge: self._mail.take(edge, number, told, self._route(edge, action)) for edge in into}
         with self._timed(action), self._noted(number):
-            out = self._compute(action, received)
+            out = self._compute(action, {edge: self._shown(*each, action) for edge, each in received.items()})
             flight = _Flight(received)
             if action.stage < self.schedule.stages - 1:
-                flight.out = out
+                flight.out = {edge: self._told(edge, value, action) for edge, value in out.items()}
             elif self._loss is None:
-                self._results[number] = out
+                self._results[number] = self._given_out(out, action)
             else:
-                flight.loss = self._loss(out, number)
+                flight.loss = self._loss(self._given_out(out, action), number)
                 self._results[number] = flight.loss.detach()
         self._flights[_key(action)] = flight
         if self.schedule.ranks == 1:
@@ -185,6 +201,8 @@ class Pipeline:
         training = self._loss is not None
         weights = self.versions.use(action.version) if self.versions is not None and training else None
         span, given = self._spans[action.stage], self._given[action.microbatch]
+        if action.stage == 0 and self._is_tiled(action):
+            given = cut_images(given, self._grounds[action.direction])
         if training and action.stage in self._recompute:
             contexts = partial(_contexts, self.model)
             return checkpoint(
@@ -212,8 +230,8 @@ class Pipeline:
         flight, number, told = self._flights[_key(action)], action.microbatch, self._signatures[action.microbatch]
         outputs: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        for edge, value in flight.out.items():
-            arrived = self._mail.take_gradient(edge, number, told, self._rank_of(edge[1], action))
+        for edge, (value, _) in flight.out.items():
+            arrived = self._mail.take_gradient(edge, number, told, self._route(edge, action))
             outputs += [each for each in parts_of(value) if each.requires_grad]
             gradients += arrived
         with self._timed(action):
@@ -230,24 +248,24 @@ class Pipeline:
 
     def _send_activation(self, action: Action) -> None:
         flight, number = self._flights[_key(action)], action.microbatch
-        for edge, value in flight.out.items():
-            self._mail.send(edge, number, self._signatures[number], value, self._rank_of(edge[1], action))
+        for edge, (value, kinds) in flight.out.items():
+            self._mail.send(edge, number, self._signatures[number], value, kinds, self._route(edge, action))
         if self._loss is None:
             del self._flights[_key(action)]
 
     def _send_gradient(self, action: Action) -> None:
-        for edge, value in self._flights.pop(_key(action)).received.items():
-            self._mail.send_gradient(edge, action.microbatch, value, self._rank_of(edge[0], action))
+        for edge, (value, kinds) in self._flights.pop(_key(action)).received.items():
+            self._mail.send_gradient(edge, action.microbatch, value, kinds, self._route(edge, action))
 
     def _receive(self, action: Action) -> None:
         number, told = action.microbatch, self._signatures[action.microbatch]
         into, out = self._crossing[action.stage]
         if action.what == "activation":
             for edge in into:
-                self._mail.receive(edge, number, told, self._rank_of(edge[0], action))
+                self._mail.receive(edge, number, told, self._route(edge, action))
         else:
             for edge in out:
-                self._mail.receive_gradient(edge, number, told, self._rank_of(edge[1], action))
+                self._mail.receive_gradient(edge, number, told, self._route(edge, action))
 
     def _reduce(self, action: Action) -> None:
         reducer = reducer_of(self.model)
@@ -264,8 +282,48 @@ class Pipeline:
             with self._timed(action):
                 self.norms.append(self.versions.update(self._optimizer))
 
-    def _rank_of(self, link: int, action: Action) -> int:
-        return self.schedule.rank_of(self._stage_of[link], action.direction)
+    def _route(self, edge: Edge, action: Action) -> Route:
+        source, target = (self.crews.crew(self._stage_of[link], action.direction) for link in edge)
+        return Route(source, target)
+
+    def _is_tiled(self, action: Action) -> bool:
+        return self.has_tiles(action.stage)
+
+    def _shown(self, value: Value, kinds: Kinds, action: Action) -> Value:
+        """What arrived, as the model takes it: tiles as tiles."""
+        if not self._is_tiled(action):
+            return value
+        ground = self._grounds[action.direction]
+        tensors = tuple(
+            Tile.of(x, Whole(kind.image, ground)) if kind.image is not None else x
+            for x, kind in zip(parts_of(value), kinds.tensors, strict=True)
+        )
+        return tensors if isinstance(value, tuple) else tensors[0]
+
+    def _told(self, edge: Edge, value: Any, action: Action) -> tuple[Value, Kinds]:
+        """What a stage gives, as plain tensors, and what these are."""
+        check_value(value, edge)
+        kinds = kinds_of(value, self.crews.crew(action.stage, action.direction))
+        return tuple(map(plain, value)) if isinstance(value, tuple) else plain(value), kinds
+
+    def _given_out(self, out: Any, action: Action) -> Any:
+        """What the model gives in the end."""
+        return leaving(out, self._grounds[action.direction]) if self._is_tiled(action) else out
+
+    def _make_replay(self) -> Replay:
+        twin = self.crews.ranks - 1 - self.rank
+        stage_of = {
+            number: stage
+            for number, name in enumerate(norms_of(self.model))
+            for stage, span in enumerate(self._spans)
+            if any(plain_name(name).startswith(f"{part}.") for link in span for part in self.model.parts(link))
+        }
+
+        def sees(rank: int, norm: int, microbatch: int) -> bool:
+            way = self.schedule.direction_of(microbatch)
+            return rank in self.crews.crew(stage_of[norm], way).ranks
+
+        return Replay(self.model, self.group, twin, sees)
 
     def _accumulating(self, action: Action, last: Action) -> contextlib.AbstractContextManager[None]:
         """In which backward passes run. The last one sums gradients while it goes on, but where those of weights come
@@ -299,11 +357,6 @@ class Pipeline:
             "smaller microbatches, recomputation, more stages or another balance, or a schedule that holds "
             "fewer microbatches (1f1b instead of gpipe)"
         )
-
-
-def held(schedule: Schedule, spans: Sequence[range]) -> list[list[range]]:
-    """The spans of links that each rank of a schedule holds."""
-    return [[spans[stage] for stage, _ in schedule.held(rank)] for rank in range(schedule.ranks)]
 
 
 def _key(action: Action) -> _Key:

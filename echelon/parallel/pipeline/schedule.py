@@ -44,11 +44,11 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": orders.interleaved,
     "zero-bubble": orders.zero_bubble,
     "gems": orders.gems,
+    "gems-gpipe": orders.gems_gpipe,
     "chimera": orders.chimera,
     "pipedream": orders.pipedream,
     "pipedream-2bw": orders.pipedream_2bw,
 }
-_EVEN = ("gems", "chimera")
 _WHOLE = {
     "interleaved": "they go through the chunks in groups of as many as ranks",
     "pipedream-2bw": "weights are updated after each so many",
@@ -62,7 +62,7 @@ def make(name: str, ranks: int, microbatches: int, *, chunks: int = 1) -> Schedu
     for what, count in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if count < 1:
             raise ValueError(f"{name} with {what}={count}: choose 1 or more")
-    if name in _EVEN and ranks % 2:
+    if name == "chimera" and ranks % 2:
         raise ValueError(
             f"{name} needs an even number of ranks, half for the first stages of each direction, but has {ranks}: "
             f"choose {ranks - 1 or 2} or {ranks + 1 if ranks > 1 else 4}, or a schedule of one direction such as 1f1b"

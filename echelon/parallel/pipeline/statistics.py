@@ -6,7 +6,7 @@ ranks tell each other theirs, and both replay all of them, in the order of the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,16 @@ from echelon.parallel.pipeline.mail import exchange
 Place = tuple[int, int]  # a norm, by its number in the model, and a microbatch
 
 
-def norms_of(model: nn.Module) -> list[Any]:
-    """The norms that remember."""
-    return [each for each in model.modules() if isinstance(each, _BatchNorm) and each.running_mean is not None]
+def norms_of(model: nn.Module) -> dict[str, Any]:
+    """The norms that remember, by name."""
+    modules = model.named_modules()
+    return {name: each for name, each in modules if isinstance(each, _BatchNorm) and each.running_mean is not None}
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Nothing is remembered in here: for what is computed a second time."""
-    norms = norms_of(model)
+    norms = norms_of(model).values()
     kept = [(each, each.momentum, each.num_batches_tracked.clone()) for each in norms]
     for norm in norms:
         norm.momentum = 0.0
@@ -40,11 +41,14 @@ def frozen(model: nn.Module) -> Iterator[None]:
             norm.num_batches_tracked.copy_(count)
 
 
+Sees = Callable[[int, int, int], bool]  # whether a rank has a norm see a microbatch
+
+
 class Replay:
     """Of one rank, whose `twin` holds the same stages."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, twin: int) -> None:
-        self._norms, self._group, self._twin = norms_of(model), group, twin
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, twin: int, sees: Sees) -> None:
+        self._norms, self._group, self._twin, self._sees = list(norms_of(model).values()), group, twin, sees
         self._noted: dict[Place, Tensor] = {}
 
     @contextmanager
@@ -75,7 +79,7 @@ class Replay:
         mine = self._noted
         places = [(norm, each) for norm in range(len(self._norms)) for each in range(microbatches)]
         theirs = {place: torch.empty_like(self._like(place)) for place in places if place not in mine}
-        sent = [(mine[place], self._twin) for place in places if place in mine]
+        sent = [(mine[place], self._twin) for place in places if place in mine and not self._sees(self._twin, *place)]
         exchange(self._group, sent, [(each, self._twin) for each in theirs.values()])
         self._replay(mine | theirs, microbatches)
         self._noted = {}

@@ -10,6 +10,7 @@ tiles.py), whose convolutions, poolings, norms and the like look beyond its bord
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from echelon.parallel.spatial.exchange import shared
 from echelon.parallel.spatial.tiles import Ground, SpatialError, Tile, Whole, plain
 from echelon.parallel.spatial.wholes import gathered as gather
 
-__all__ = ["SpatialError", "Tile", "cut", "gather", "tile"]
+__all__ = ["SpatialError", "Tile", "cut", "cut_images", "gather", "leaving", "name_modules", "on_ground", "tile"]
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -34,14 +35,23 @@ def tile(model: ModelType, mesh: DeviceMesh, statistics: dist.ProcessGroup | Non
     ranks have alike, or the tiles of an image. `statistics` has the ranks whose images BatchNorm averages over: those
     of the mesh, unless there is data parallelism, too.
     """
-    ground = ground_of(mesh, statistics)
+    return on_ground(model, ground_of(mesh, statistics))
+
+
+def on_ground(model: ModelType, ground: Ground) -> ModelType:
+    """As `tile`."""
+    name_modules(model)
+    model.register_forward_pre_hook(_Cutting(ground), with_kwargs=True, prepend=True)
+    model.register_forward_hook(lambda _, __, out: leaving(out, ground))
+    return model
+
+
+def name_modules(model: nn.Module) -> None:
+    """Let errors say which module asked for what cannot be tiled."""
     for name, module in model.named_modules():
         path = f"{name} ({type(module).__name__})" if name else type(module).__name__
         module.register_forward_pre_hook(_Entering(path))
         module.register_forward_hook(_left)
-    model.register_forward_pre_hook(_Cutting(ground), with_kwargs=True, prepend=True)
-    model.register_forward_hook(_Leaving(ground))
-    return model
 
 
 def ground_of(mesh: DeviceMesh, statistics: dist.ProcessGroup | None = None) -> Ground:
@@ -81,25 +91,28 @@ class _Cutting:
         self._ground = ground
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        operations.forget()
         if arguments:
-            return (self._cut(arguments[0]), *arguments[1:]), named
-        first = next(iter(named))
-        return arguments, {**named, first: self._cut(named[first])}
-
-    def _cut(self, images: Any) -> Any:
-        if isinstance(images, Tile):  # the model says over whom its statistics are, whoever made the tile
-            return Tile.of(plain(images), Whole(images.whole.sizes, self._ground))
-        return cut(images, self._ground) if isinstance(images, Tensor) else images
+            return tuple(cut_images(arguments, self._ground)), named
+        return arguments, cut_images(named, self._ground)
 
 
-class _Leaving:
+def cut_images(given: Any, ground: Ground) -> Any:
+    """A model's arguments, by name or in order, with its images as this rank's tile: what is named `…_BCHW`, or else
+    the first.
+    """
+    operations.forget()
+    names: list[Any] = list(given) if isinstance(given, Mapping) else [*range(len(given))]
+    name = next((each for each in names if str(each).endswith("_BCHW")), names[0])
+    first = given[name]
+    if isinstance(first, Tile):  # the model says over whom its statistics are, whoever made the tile
+        images: Any = Tile.of(plain(first), Whole(first.whole.sizes, ground))
+    else:
+        images = cut(first, ground) if isinstance(first, Tensor) else first
+    return {**given, name: images} if isinstance(given, Mapping) else [images, *given[1:]]
+
+
+def leaving(out: Any, ground: Ground) -> Any:
     """What a model returns: see exchange.py."""
-
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
-
-    def __call__(self, _: nn.Module, __: Any, out: Any) -> Any:
-        if isinstance(out, Tile):
-            return Tile.of(plain(out), Whole(out.whole.sizes, self._ground, is_outside=True))
-        return shared(out, self._ground.everyone.size()) if isinstance(out, Tensor) else out
+    if isinstance(out, Tile):
+        return Tile.of(plain(out), Whole(out.whole.sizes, ground, is_outside=True))
+    return shared(out, ground.everyone.size()) if isinstance(out, Tensor) else out

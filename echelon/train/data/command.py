@@ -1,4 +1,4 @@
-"""The commands `echelon data prepare` and `echelon data show`.
+"""The commands `echelon data prepare`, `echelon data show` and `echelon data pathology`.
 
 What does the work is imported when a command runs, since every other command imports this module too.
 """
@@ -22,13 +22,20 @@ from echelon.train.data.errors import DataError
 if TYPE_CHECKING:
     from echelon.train.data.documents import Documents
 
-data_app = typer.Typer(help="Prepare files of tokens, and look into them.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="Prepare files of tokens, look into them, and make images to try things out.", no_args_is_help=True
+)
 _SHOWN = 200  # tokens
 
 
 class Kind(StrEnum):
     text = "text"
     datasets = "datasets"
+
+
+class Set(StrEnum):
+    classes = "classes"
+    masks = "masks"
 
 
 class Dtype(StrEnum):
@@ -108,6 +115,33 @@ def show(
         say(f"its tokens are not those of {decoder.name}: {max(begin)} is beyond its {decoder.vocabulary}")
         decoder = None
     print(_printable(decoder.decode(begin)) if decoder else " ".join(map(str, begin)))
+
+
+@data_app.command()
+def pathology(
+    folder: Annotated[Path, typer.Argument(help="Where to write: a folder that is new or empty.", show_default=False)],
+    count: Annotated[int, typer.Option(min=1, help="Images.")] = 16,
+    size: Annotated[int, typer.Option(min=1, help="Pixels a side.")] = 2048,
+    kind: Annotated[
+        Set, typer.Option(help="`classes`: in folders benign and tumour; `masks`: with the class of each pixel.")
+    ] = Set.classes,
+    seed: Annotated[int, typer.Option(help="The same one makes the same images.")] = 0,
+) -> None:
+    """Make images of stained tissue, as large as you like, as tiled TIFF: benign, or with a tumour to be found."""
+    from echelon.train.data.bar import bar
+    from echelon.train.data.pathology import painted_bytes, write_set
+
+    begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is removed
+    try:
+        with bar("painting", painted_bytes(count, size, kind.value)) as done:
+            write_set(folder, count=count, size=size, kind=kind.value, seed=seed, done=done)
+    except DataError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail(f"interrupted: nothing was written into {folder}", 130)
+    speed = count * size**2 / 1e6 / (time.monotonic() - begin)
+    print(f"{count:,} images of {size:,} x {size:,} pixels in {folder}: {speed:,.1f} million pixels/s")
 
 
 def _printable(text: str) -> str:

@@ -27,8 +27,8 @@ from echelon.train.data.errors import DataError
 Numbers = NDArray[np.int64]
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-_MODES = {1: "L", 3: "RGB"}  # by the model's channels
-_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which models expect
+MODES = {1: "L", 3: "RGB"}  # by the model's channels
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which models expect
 _AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of what is cut out, against the whole image and of width to height
 _MIDDLE = 0.875  # of the shorter side, to evaluate
 
@@ -52,7 +52,7 @@ class ImageFolder:
         return len(self.images)
 
     def batch(self, numbers: Numbers, epochs: Numbers) -> dict[str, Tensor]:
-        images = _threads().map(self._read, numbers.tolist(), epochs.tolist())
+        images = threads().map(self._read, numbers.tolist(), epochs.tolist())
         targets = torch.tensor([self.images[number].target for number in numbers])
         return {"images_BCHW": torch.stack(list(images)), "targets_B": targets}
 
@@ -61,12 +61,12 @@ class ImageFolder:
         try:
             with pillow().open(path) as file:
                 box, mirrored = self._cut(file.size, number, epoch)
-                image = file.convert(_MODES[self.channels]).resize((self.side, self.side), _BILINEAR, box)
+                image = file.convert(MODES[self.channels]).resize((self.side, self.side), _BILINEAR, box)
         except (OSError, ValueError, SyntaxError, pillow().DecompressionBombError) as error:
             raise DataError(f"{path} cannot be read as an image: {error}") from None
         pixels_HWC = torch.from_numpy(np.array(image)).view(self.side, self.side, self.channels)
         pixels_HWC = pixels_HWC.flip(1) if mirrored else pixels_HWC
-        mean, deviation = (torch.tensor(values[: self.channels]) for values in (_MEAN, _DEVIATION))
+        mean, deviation = (torch.tensor(values[: self.channels]) for values in (MEAN, DEVIATION))
         return ((pixels_HWC / 255 - mean) / deviation).permute(2, 0, 1).contiguous()
 
     def _cut(self, size: tuple[int, int], number: int, epoch: int) -> tuple[Box, bool]:
@@ -112,7 +112,7 @@ def find_classes(folder: Path, most: int) -> dict[str, int]:
 
 
 def check_channels(channels: int) -> None:
-    if channels not in _MODES:
+    if channels not in MODES:
         raise DataError(f"images have 1 or 3 channels, but [model] channels = {channels}")
 
 
@@ -149,5 +149,5 @@ def _below(folder: Path) -> list[Path]:
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
+def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "image")

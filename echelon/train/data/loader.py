@@ -7,7 +7,10 @@ passes, all ranks together see the samples of the step, and a sample's number in
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,10 +21,16 @@ from echelon.parallel import batch as batches
 from echelon.parallel import sequence
 from echelon.parallel.layout import Grid
 from echelon.parallel.loss import IGNORED
+from echelon.parallel.spatial.tiles import Ground, Tile, Whole
 from echelon.train.data.order import Order
-from echelon.train.data.source import Source
+from echelon.train.data.source import Source, TiledSource
 
 Pass = dict[str, Tensor]
+
+
+def reads_tiles(source: Any) -> bool:
+    """Whether its images can be read by tile: `source.TiledSource`, or what stands for one."""
+    return "tile" in inspect.signature(getattr(source, "source", source).batch).parameters
 
 
 class Loader:
@@ -42,7 +51,12 @@ class Loader:
         kind: sequence.Kind = "ring",
         causal: bool = True,
         device: str | torch.device = "cpu",
+        ground_of: Callable[[int], Ground | None] = lambda _: None,
     ) -> None:
+        """`ground_of` a pass says where its images are cut into tiles, of which this rank needs its own alone: a source
+        that can reads no more.
+        """
+        self._ground_of = ground_of
         self._source, self._order, self._grid, self._batch = source, order, grid, batch
         self._kind, self._causal = kind, causal
         self._device = torch.empty(0, device=device).device  # with the GPU's number
@@ -59,7 +73,7 @@ class Loader:
         assert self._ahead is not None
         passes = self._ahead[1].result()
         self._next += self._batch
-        return [self._move(each) for each in passes]
+        return [self._on_ground(number, self._move(each)) for number, each in enumerate(passes)]
 
     def read_ahead(self) -> None:
         """Begin with the step after the one that was loaded. A good moment is when the device has enough to do: the
@@ -80,23 +94,37 @@ class Loader:
 
     def _read(self, place: int) -> list[Pass]:
         passes = []
-        for mine in self._mine:
-            given = self._samples(place + np.asarray(mine)) | {"samples_B": torch.tensor(mine)}
+        for number, mine in enumerate(self._mine):
+            given = self._samples(place + np.asarray(mine), self._tile(number)) | {"samples_B": torch.tensor(mine)}
             given |= batches.sequences(given, self._grid, kind=self._kind, causal=self._causal)
             if self._device.type == "cuda":
                 given = {name: tensor.contiguous().pin_memory() for name, tensor in given.items()}
             passes.append(given)
         return passes
 
-    def _samples(self, places: NDArray[np.int64]) -> Pass:
+    def _samples(self, places: NDArray[np.int64], tile: dict[str, Any]) -> Pass:
         if self._order is not None:
-            return self._source.batch(self._order[places], self._order.epochs(places))
+            return self._source.batch(self._order[places], self._order.epochs(places), **tile)
         end = len(self._source)
-        given = self._source.batch(places.clip(max=end - 1), np.zeros_like(places))
-        for name in given.keys() & {"targets_BS", "targets_B"}:
+        given = self._source.batch(places.clip(max=end - 1), np.zeros_like(places), **tile)
+        for name in given.keys() & {"targets_BS", "targets_B", "targets_BHW"}:
             given[name] = given[name].clone()
             given[name][torch.from_numpy(places >= end)] = IGNORED
         return given
+
+    def _tile(self, number: int) -> dict[str, Any]:
+        """Which tile of a pass's images to read, of a source that can."""
+        ground = self._ground_of(number)
+        if ground is None or not reads_tiles(self._source):
+            return {}
+        return {"tile": tuple((0, 1) if group is None else (group.rank(), group.size()) for group in ground.groups)}
+
+    def _on_ground(self, number: int, given: Pass) -> Pass:
+        if not self._tile(number):
+            return given
+        ground, source = self._ground_of(number), cast(TiledSource, self._source)
+        assert ground is not None
+        return given | {"images_BCHW": Tile.of(given["images_BCHW"], Whole((source.side, source.side), ground))}
 
     def _move(self, given: Pass) -> Pass:
         moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in given.items()}

@@ -22,6 +22,19 @@ class Source(Protocol):
         ...
 
 
+class TiledSource(Source, Protocol):
+    """One whose images can be read by tile: `((which, of how many) along rows, the same along columns)`."""
+
+    side: int
+
+    def batch(
+        self,
+        numbers: NDArray[np.int64],
+        epochs: NDArray[np.int64],
+        tile: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (0, 1)),
+    ) -> dict[str, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Sources:
     """What a run trains on, and what it is evaluated on; no sample is in both."""

@@ -13,14 +13,15 @@ from typing import Any
 import torch.distributed as dist
 
 from echelon.models.bert import BertConfig
+from echelon.models.presets import segments
 from echelon.train.config import Config
-from echelon.train.data import files, images
+from echelon.train.data import files, images, large
 from echelon.train.data.documents import Documents, of_dataset, of_files, progress
 from echelon.train.data.errors import DataError
 from echelon.train.data.prepare import fitting_dtype, prepare, useful_workers
 from echelon.train.data.sequences import Masked, NextToken, Windows
 from echelon.train.data.source import Source, Sources
-from echelon.train.data.synthetic import SyntheticImages, SyntheticWindows
+from echelon.train.data.synthetic import SyntheticImages, SyntheticMasks, SyntheticWindows
 from echelon.train.data.token_file import Description, FileWindows, describe, open_tokens, split
 from echelon.train.data.tokenizer import open_tokenizer
 
@@ -35,6 +36,8 @@ def open_sources(config: Config, cache: Path) -> Sources:
         return _tokens(config, Path(config.data.path), held_out)
     if kind == "images":
         return _images(config, Path(config.data.path), held_out)
+    if kind == "large-images":
+        return _large_images(config, Path(config.data.path), held_out)
     by_first_rank(lambda: tokenise(config, cache))
     named = config.data.held_out_path or config.data.held_out_split
     return _tokens(config, cache / "train.bin", cache / "held-out.bin" if named else None)
@@ -178,6 +181,8 @@ def _synthetic(config: Config) -> Sources:
 
     def make(first: int, count: int) -> Source:
         architecture: Any = config.architecture
+        if segments(architecture):
+            return SyntheticMasks(first, count, architecture.classes, architecture.channels, config.image)
         if hasattr(architecture, "classes"):
             return SyntheticImages(first, count, architecture.classes, architecture.channels, config.image)
         return _sequences(config, SyntheticWindows(first, count, config.length, architecture.vocabulary), None)
@@ -209,3 +214,34 @@ def _images(config: Config, folder: Path, held_out_folder: Path | None) -> Sourc
         images.ImageFolder(train, side, channels, seed),
         images.ImageFolder(held_out, side, channels, None) if held_out else None,
     )
+
+
+def _large_images(config: Config, folder: Path, held_out_folder: Path | None) -> Sources:
+    architecture: Any = config.architecture
+    images.check_channels(architecture.channels)
+    classes = None if segments(architecture) else images.find_classes(folder, architecture.classes)
+    train, masks = _found(folder, classes)
+    if held_out_folder is None:
+        train, held_out = images.split(train, folder, config.data.held_out)
+        if config.data.held_out > 0 and not (train and held_out):
+            raise DataError(
+                f"{folder} has {len(train) + len(held_out)} images, too few to hold {config.data.held_out:g} of them "
+                "out: use more, set [data] held_out, or name a held_out_path"
+            )
+    else:
+        held_out, more = _found(held_out_folder, classes)
+        masks |= more
+
+    def made(found: list[images.Image], seed: int | None) -> Source:
+        of = masks if classes is None else None
+        return large.LargeImages(found, config.image, architecture.channels, seed, of, architecture.classes)
+
+    return Sources(made(train, config.train.seed), made(held_out, None) if held_out else None)
+
+
+def _found(folder: Path, classes: dict[str, int] | None) -> tuple[list[images.Image], dict[Path, Path]]:
+    """The large images of a folder, of classes or with masks."""
+    if classes is not None:
+        return large.find_large_images(folder, classes), {}
+    masks = large.find_masks(folder)
+    return [images.Image(path, 0) for path in masks], masks

@@ -66,6 +66,33 @@ class SyntheticImages:
         return {"images_BCHW": images.view(-1, self.channels, self.side, self.side), "targets_B": targets}
 
 
+@dataclass(frozen=True)
+class SyntheticMasks:
+    """Images in which each cell is of a class, which its colour tells in noise; the targets are those of each pixel."""
+
+    first: int
+    count: int
+    classes: int
+    channels: int
+    side: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, numbers: Numbers, epochs: Numbers) -> dict[str, Tensor]:
+        cells, size = math.gcd(self.side, _CELLS), self.channels * self.side**2
+        classes = torch.from_numpy(chance.below(self.classes, self.first + numbers[:, None], np.arange(cells**2)))
+        targets_BHW = classes.view(-1, cells, cells)
+        for dim in (1, 2):
+            targets_BHW = targets_BHW.repeat_interleave(self.side // cells, dim)
+        colours = torch.from_numpy(2 * chance.fractions(np.arange(self.classes)[:, None], np.arange(self.channels)) - 1)
+        images_BCHW = colours.float()[targets_BHW].permute(0, 3, 1, 2).contiguous()
+        noise, places = _noise(_NOISE + size), chance.below(_NOISE, self.first + numbers, -1).tolist()
+        for image, place in zip(images_BCHW, places, strict=True):
+            image.add_(noise[place : place + size].view_as(image))
+        return {"images_BCHW": images_BCHW, "targets_BHW": targets_BHW}
+
+
 @functools.lru_cache(maxsize=1)
 def _noise(count: int) -> Tensor:
     """Standard normal numbers, made once."""

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.models.chain import Chain
+from echelon.parallel.pipeline.crews import held
 from echelon.parallel.pipeline.mail import exchange
 from echelon.parallel.pipeline.partition import partition
-from echelon.parallel.pipeline.run import OutOfMemoryError, Pipeline, held
+from echelon.parallel.pipeline.run import OutOfMemoryError, Pipeline
 from echelon.parallel.pipeline.schedule import make
 from tests.parallel.matrix import worse
 

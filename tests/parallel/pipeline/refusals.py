@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.models.chain import Chain
+from echelon.parallel.pipeline.crews import held
 from echelon.parallel.pipeline.partition import partition
-from echelon.parallel.pipeline.run import Pipeline, held
+from echelon.parallel.pipeline.run import Pipeline
 from echelon.parallel.pipeline.schedule import forward_only, make
 
 GIVEN = [(torch.ones(1, 2),)] * 2

@@ -11,8 +11,9 @@ from torch import nn
 
 from echelon.models.chain import Chain
 from echelon.models.gpt import GPT, GPTConfig
+from echelon.models.resnet import ResNet, ResNetConfig
 from echelon.parallel.apply import Strategies, check, part_of
-from echelon.parallel.layout import Layout
+from echelon.parallel.layout import Layout, Stage
 from tests.parallel.pipeline.refusals import said
 
 EVERYWHERE = {
@@ -49,6 +50,11 @@ def test_the_rank_that_sends_is_told(ranks, what):
 def gpt(**changed: Any) -> GPT:
     with torch.device("meta"):
         return GPT(GPTConfig(vocabulary=40, context=8, dim=16, layers=2, heads=2, **changed))
+
+
+def resnet() -> ResNet:
+    with torch.device("meta"):
+        return ResNet(ResNetConfig(classes=4, stem_dim=4, dims=(4, 8), depths=(1, 1)))
 
 
 def tanhs() -> nn.Sequential:
@@ -116,7 +122,16 @@ REFUSED = {
         {"schedule": "pipedream-2bw", "precision": "fp16"},
         "pipedream-2bw has no time to scale the loss for fp16: use bf16",
     ),
-    "stages that differ": (gpt(), {"pp": 1, "sp": 2}, {}, "over dp, pp, tp and cp, in equal stages, not over sp"),
+    "tokens × tiles": (gpt(), {"sp": 2}, {}, "GPT has sequences of tokens and no images that sp could cut: use cp"),
+    "tiles × tp": (resnet(), {"sp": 2, "tp": 2}, {}, "tiles, and stages that differ, go with dp and pp, and not with"),
+    "tiles × shard": (resnet(), {"sp": 2, "dp": 2}, {"stage": 1}, "tiles go with stage = 0, compile = false"),
+    "tiles × zero-bubble": (resnet(), {"sp": 2}, {"schedule": "zero-bubble"}, "zero-bubble does not go with tiles"),
+    "crews × chimera": (
+        resnet(),
+        {"pp": 1, "stages": [Stage(sp=2), Stage()]},
+        {"schedule": "chimera"},
+        "chimera has each rank compute in an order of its own.* use gems or gems-gpipe",
+    ),
 }
 
 

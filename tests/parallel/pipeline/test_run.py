@@ -12,7 +12,7 @@ from echelon.plan.traffic import traffic
 from tests.parallel.pipeline.training import LENGTH, SAMPLES, build, microbatch, train, train_with_versions
 
 MICROBATCHES = 4
-SYNCHRONOUS = ["gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "chimera"]
+SYNCHRONOUS = ["gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-gpipe", "chimera"]
 
 
 def how(schedule: str, **more: object) -> dict[str, object]:
