@@ -65,6 +65,7 @@ def closed_form(schedule: str, ranks: int, microbatches: int) -> float:
         "interleaved": (d - 1) / (CHUNKS * n + d - 1),
         "zero-bubble": (d - 1) / (3 * n + d - 1),
         "gems": (d - 1) / (d + 0.5),
+        "gems-gpipe": (d - 1) / (0.6 * n + d - 1),
         "chimera": (d - 2) / (2 * n + d - 2),
         "pipedream": (d - 1) / (n + d - 1),
         "pipedream-2bw": (d - 1) / (n + d - 1),
@@ -73,7 +74,7 @@ def closed_form(schedule: str, ranks: int, microbatches: int) -> float:
 
 def most_held(schedule: str, ranks: int, microbatches: int) -> float:
     """By the literature, on the rank that holds most: microbatches of one stage."""
-    most = {"gpipe": microbatches, "gems": 1, "interleaved": ranks + (ranks - 1) / CHUNKS}
+    most = {"gpipe": microbatches, "gems": 1, "gems-gpipe": microbatches / 2, "interleaved": ranks + (ranks - 1) / CHUNKS}
     return float(most.get(schedule, ranks))
 
 
