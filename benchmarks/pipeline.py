@@ -74,7 +74,8 @@ def closed_form(schedule: str, ranks: int, microbatches: int) -> float:
 
 def most_held(schedule: str, ranks: int, microbatches: int) -> float:
     """By the literature, on the rank that holds most: microbatches of one stage."""
-    most = {"gpipe": microbatches, "gems": 1, "gems-gpipe": microbatches / 2, "interleaved": ranks + (ranks - 1) / CHUNKS}
+    most = {"gpipe": microbatches, "gems": 1, "gems-gpipe": microbatches / 2}
+    most |= {"interleaved": ranks + (ranks - 1) / CHUNKS}
     return float(most.get(schedule, ranks))
 
 
