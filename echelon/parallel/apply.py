@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -136,7 +137,9 @@ def crews_of(layout: Layout) -> Crews:
 
 
 def _grounds(grid: Grid, strategies: Strategies) -> dict[Direction, Ground]:
-    """The tiles around this rank, for each way that microbatches go; called by all ranks."""
+    """The tiles around this rank, for each way that microbatches go; called by all ranks, which make groups in one
+    order.
+    """
     found: dict[Direction, Ground] = {}
     layout, directions = grid.layout, _directions(grid.layout, strategies)
     crews = Crews(tuple(stage.tiles for stage in layout.grids))
@@ -148,20 +151,26 @@ def _grounds(grid: Grid, strategies: Strategies) -> dict[Direction, Ground]:
         if crew.tiles == (1, 1):
             continue
         tiles = [ranks[list(crew.ranks)].reshape(crew.tiles) for ranks in whole]
-        statistics = (
-            [[rank for each in tiles for rank in each.flatten().tolist()]] if strategies.global_batchnorm else []
-        )
-        statistics_mesh = _mesh_of_mine(grid, statistics, "statistics")
-        lines = [
-            _mesh_of_mine(grid, [line.tolist() for each in tiles for line in lines_of(each)], "sp")
-            for lines_of in (np.transpose, np.asarray)
-        ]
         everyone = _mesh_of_mine(grid, [each.flatten().tolist() for each in tiles], "sp")
-        if everyone is not None:
-            groups = [line.get_group() if line is not None and line.size() > 1 else None for line in lines]
-            over = (statistics_mesh or everyone).get_group()
-            found[direction] = Ground((groups[0], groups[1]), everyone.get_group(), over)
+        lines = [
+            None if count == 1 else everyone if count == len(crew.ranks) else _mesh_of_mine(grid, groups, "sp")
+            for count, groups in zip(crew.tiles, ([*_columns(tiles)], [*_rows(tiles)]), strict=True)
+        ]
+        over = everyone
+        if strategies.global_batchnorm and layout.dp > 1:
+            over = _mesh_of_mine(grid, [np.concatenate(tiles, axis=None).tolist()], "statistics")
+        if everyone is not None and over is not None:
+            down, across = (None if line is None else line.get_group() for line in lines)
+            found[direction] = Ground((down, across), everyone.get_group(), over.get_group())
     return found
+
+
+def _rows(tiles: Sequence[NDArray[np.int64]]) -> Iterator[list[int]]:
+    yield from (row.tolist() for each in tiles for row in each)
+
+
+def _columns(tiles: Sequence[NDArray[np.int64]]) -> Iterator[list[int]]:
+    yield from (column.tolist() for each in tiles for column in each.T)
 
 
 def _mesh_of_mine(grid: Grid, groups: Sequence[Sequence[int]], name: str) -> DeviceMesh | None:

@@ -99,7 +99,7 @@ def refusal(family: str, degrees: dict[str, int], meta: bool = False) -> str:
 @pytest.mark.parametrize(
     ("family", "degrees", "meta", "message"),
     [
-        ("gpt", {"sp": 2}, False, "Layout(sp=2): parallelize splits a model over dp, pp, tp and cp, in equal stages"),
+        ("gpt", {"sp": 2}, False, "Layout(sp=2): GPT has sequences of tokens and no images that sp could cut"),
         ("resnet", {"tp": 2}, False, "Layout(tp=2): ResNet has no `blocks`"),
         ("vit", {"cp": 2}, False, "Layout(cp=2): ViT has no sequences of `tokens` that cp could split"),
         ("gpt", {"dp": 2}, True, "stage 0 needs a model with memory"),

@@ -20,6 +20,7 @@ from echelon.models.resnet import ResNet, ResNetConfig
 from echelon.parallel import spatial
 from echelon.parallel.layout import Layout
 from echelon.parallel.spatial.cut import Window, beyond, bounds, parcels, within
+from tests.launch.jobs import ROOT, echelon
 
 EXACT = 1e-10
 GRIDS = [(4,), (1, 4), (2, 2), (4, 1)]
@@ -422,3 +423,13 @@ def test_parcels_bring_what_is_wanted(data: st.DataObject) -> None:
                 assert got[target][parcel.place + row] == -1, "nothing comes twice"
                 got[target][parcel.place + row] = held[source][parcel.start + row]
     assert got == [[row for piece in pieces for row in piece] for pieces in wanted]
+
+
+def test_the_example() -> None:
+    job = echelon("run", "-n", 4, ROOT / "examples" / "tiles.py", "--tiles", 2, 2, "--side", 121, timeout=240)
+    assert job.returncode == 0, job.stderr
+    [(loss, alone, error)] = re.findall(r"loss (\S+), of one process (\S+); gradients differ by (\S+)", job.stdout)
+    assert loss == alone
+    assert float(error) < EXACT
+    [share] = re.findall(r"a rank saves (\S+) of what one process does", job.stdout)
+    assert float(share) < 0.5

@@ -56,8 +56,9 @@ class _Journey:
         me, found = group.rank(), parcels(length, wanted)
         self.to = {target: each for (source, target), each in found.items() if source == me}
         self.of = {source: each for (source, target), each in found.items() if target == me}
-        self.held, self.wanted = len(bounds(length, len(wanted))[me]), rows(wanted[me])
+        self.wanted = rows(wanted[me])
         self.is_returning = False
+        self.learned: Tensor | None = None  # about own rows, on the way back
         self._works: list[Any] = []
         self._received: dict[int, Tensor] = {}
 
@@ -138,11 +139,17 @@ class _Began(torch.autograd.Function):
             journey.send_back(None, grad)
         for other, slab in journey.receive().items():
             journey.add(grad, slab, journey.to[other])
-        journey.is_returning = False  # a graph that is retained goes back again
+        if journey.learned is not None:
+            journey.add(grad, journey.learned, journey.of[journey.group.rank()])
+        journey.is_returning, journey.learned = False, None  # a graph that is retained goes back again
         return grad, None
 
 
 class _Arrived(torch.autograd.Function):
+    """Puts what was wanted together. What is learned about own rows, too, `_Began` adds up: of the few rows of a border
+    no gradient as large as the tile is made.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
@@ -157,15 +164,11 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         journey: _Journey = ctx.journey
         journey.send_back(grad, grad)
-        shape = list(grad.shape)
-        shape[journey.dim] = journey.held
-        of_x, me = grad.new_zeros(shape), journey.group.rank()
-        if (own := journey.own(grad, back=True)) is not None:
-            journey.add(of_x, own, journey.of[me])
-        return of_x, grad.new_empty(0), None
+        journey.learned = journey.own(grad, back=True)
+        return None, grad.new_empty(0), None
 
 
 class _Sum(torch.autograd.Function):

@@ -59,7 +59,8 @@ def slide(
     found = {}
     if inner:
         seen = window.sees(inner)
-        found[inner] = computed(local.narrow(dim, seen.start - own.start, len(seen)), inner, (0, 0))
+        part = local if len(seen) == len(own) else local.narrow(dim, seen.start - own.start, len(seen))
+        found[inner] = computed(part, inner, (0, 0))
     if top or bottom:
         here = wanted[0 if group is None else group.rank()]
         if journey is not None:

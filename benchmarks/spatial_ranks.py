@@ -1,0 +1,174 @@
+"""What each rank of `benchmarks/spatial.py` does, which starts them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import echelon  # noqa: F401 (registers the backend, where it is not installed)
+from echelon.models.amoebanet import AmoebaNet, AmoebaNetConfig
+from echelon.models.presets import build
+from echelon.parallel.apply import Strategies, parallelize, pipeline
+from echelon.parallel.layout import Layout, Stage
+from echelon.parallel.pipeline.partition import cut, linked, times_of
+from echelon.parallel.spatial import exchange
+
+LIMIT = 3 * 2**30
+MICROBATCHES, ROUNDS = 8, 3
+
+
+def model_of(name: str) -> Any:
+    if name == "resnet":
+        return build("resnet50", classes=10)
+    return AmoebaNet(AmoebaNetConfig(classes=10, layers=6, filters=64))
+
+
+def given(side: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"images_BCHW": torch.randn(1, 3, side, side, generator=generator), "targets_B": torch.tensor([3])}
+
+
+def tiled(name: str, sp: Any = 4) -> Any:
+    layout = Layout(sp=sp) if dist.get_world_size() == 4 else Layout()
+    return parallelize(model_of(name), layout.build(), Strategies())
+
+
+def memory(name: str, side: int, sp: Any = 4) -> dict[str, Any]:
+    model, batch = tiled(name, sp), given(side)
+    kept = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in kept:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    before = resident()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        loss = model(**batch)
+    loss.backward()
+    return {"saved": sum(saved.values()), "peak": peak() - before}
+
+
+def largest(name: str, _: int) -> dict[str, Any]:
+    """In steps of 64 pixels, until it is too much anywhere; from a little less than what a small one promises."""
+    model, before = tiled(name), resident()
+
+    def used(side: int) -> int:
+        model(**given(side)).backward()
+        model.zero_grad()
+        gc.collect()
+        most = torch.tensor(peak() - before)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    side = int(0.85 * 768 * math.sqrt(LIMIT / used(768))) // 64 * 64
+    assert used(side) <= LIMIT
+    while used(side + 64) <= LIMIT:
+        side += 64
+    return {"side": side}
+
+
+def halo(name: str, side: int) -> dict[str, Any]:
+    """Seconds of a training pass, and of those in which borders are packed, sent and waited for."""
+    model, batch, spent = tiled(name), given(side), [0.0]
+    begin, receive = exchange._Journey._begin, exchange._Journey.receive
+
+    def timed(once: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return once(*arguments, **named)
+            finally:
+                spent[0] += time.perf_counter() - began
+
+        return call
+
+    def begin_and_wait(journey: Any, *arguments: Any, **named: Any) -> None:
+        begin(journey, *arguments, **named)
+        for work in journey._works:
+            work.wait()
+        journey._works = []
+
+    found = {}
+    exchange._Journey.receive = timed(receive)  # type: ignore[method-assign]
+    for way, how in (("overlapped", begin), ("one after the other", begin_and_wait)):
+        exchange._Journey._begin = timed(how)  # type: ignore[method-assign]
+        times, exchanges = [], []
+        for _ in range(ROUNDS + 1):
+            dist.barrier()
+            spent[0], began = 0.0, time.perf_counter()
+            model(**batch).backward()
+            times.append(time.perf_counter() - began)
+            exchanges.append(spent[0])
+            model.zero_grad()
+        found[way] = {"pass": statistics.median(times[1:]), "exchange": statistics.median(exchanges[1:])}
+    return found
+
+
+def pipelined(name: str, side: int, tiles: bool) -> dict[str, Any]:
+    with torch.device("meta"):
+        plain = model_of(name)
+        example = {key: each.to("meta") for key, each in given(side).items()}
+    costs = times_of(linked(plain), example)
+    if tiles:
+        layout = Layout(stages=[Stage(sp=4), Stage()])
+        ends = range(1, len(costs))
+        first = min(ends, key=lambda end: max(sum(costs[:end]) / 4, sum(costs[end:])))
+        balance = [first, len(costs) - first]
+    else:
+        layout = Layout(pp=5)
+        balance = [len(span) for span in cut(costs, 5)]
+    grid, strategies = layout.build(), Strategies(balance=balance)
+    model = parallelize(model_of(name), grid, strategies)
+    pipe = pipeline(model, grid, strategies, MICROBATCHES)
+    times = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        pipe.run([given(side)] * MICROBATCHES, lambda out, _: out / MICROBATCHES)
+        dist.barrier()
+        times.append(time.perf_counter() - began)
+        model.zero_grad()
+        model.gradient_reducer.clear()
+    return {"images/s": MICROBATCHES / statistics.median(times[1:]), "links": balance, "peak, MiB": peak() / 2**20}
+
+
+def resident() -> int:
+    """Bytes of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak() -> int:
+    """The most that they have been."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    part, name, side, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    dist.init_process_group("echelon")
+    if part in ("sp+pp", "pp"):
+        found = pipelined(name, side, tiles=part == "sp+pp")
+    else:
+        ways = {"memory": memory, "memory of 2 × 2": partial(memory, sp=(2, 2)), "halo": halo, "largest": largest}
+        found = ways[part](name, side)
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
