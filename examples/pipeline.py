@@ -19,7 +19,8 @@ from echelon.parallel.pipeline.simulate import Costs, simulate
 from echelon.parallel.pipeline.terminal import terminal
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero-bubble, gems or chimera")
+names = "gpipe, 1f1b, interleaved, zero-bubble, gems, gems-gpipe or chimera"
+parser.add_argument("--schedule", default="1f1b", help=names)
 parser.add_argument("--chunks", type=int, default=1, help="stages of each rank, of interleaved")
 parser.add_argument("--microbatches", type=int, default=8)
 given = parser.parse_args()

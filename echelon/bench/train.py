@@ -87,8 +87,11 @@ def synthetic(options: TrainOptions, grid: Grid | None) -> dict[str, Tensor]:
     config: Any = options.config
     if options.takes_images:
         images = torch.randn(samples, config.channels, options.image_size, options.image_size)
-        targets = torch.randint(config.classes, (samples,))
-        made = {"images_BCHW": images.to(DTYPES[options.strategies.precision]), "targets_B": targets}
+        made = {"images_BCHW": images.to(DTYPES[options.strategies.precision])}
+        if presets.segments(config):
+            made["targets_BHW"] = torch.randint(config.classes, (samples, *images.shape[-2:]))
+        else:
+            made["targets_B"] = torch.randint(config.classes, (samples,))
     else:
         shape = samples, options.sequence_length
         made = {name: torch.randint(config.vocabulary, shape) for name in ("tokens_BS", "targets_BS")}

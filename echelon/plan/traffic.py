@@ -72,7 +72,7 @@ def traffic(
         add("replicate", {"all_reduce": told.pop("all_reduce", 0)})
         add("shard_cp", told)
     else:
-        copies = ranks * (2 if own.is_bidirectional else 1)
+        copies = ranks * own.holders
         told = data_traffic.traffic(held, strategies.stage, copies, backwards=own.reductions)
         add(TWINS if own.is_bidirectional else summed, told, own.updates)
     if layout.depth > 1:

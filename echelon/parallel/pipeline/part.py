@@ -51,6 +51,7 @@ class Part:
             self.passes = [StagePasses(names, _attentions(whole), [*norms_of(whole).values()], True, True, 1)]
             self.reductions = self.updates = 1
             self.is_bidirectional = self.is_versioned = False
+            self.holders = 1  # ranks of the pipeline that hold the same stages
             return
         self.model, self.microbatches = copy.deepcopy(whole), schedule.microbatches
         self.model.keep([[spans[stage] for stage, _ in schedule.held(each)] for each in range(schedule.ranks)], rank)
@@ -62,6 +63,7 @@ class Part:
         self.reductions = 1 if schedule.splits_backward else kinds["backward"]  # of gradients that are not kept whole
         self.updates = kinds["reduce"]
         self.is_bidirectional, self.is_versioned = schedule.is_bidirectional, schedule.is_versioned
+        self.holders = 2 if schedule.is_bidirectional and 2 * rank != schedule.ranks - 1 else 1
 
     def messages(self, whole: Linked, example: Given | None, dtype: torch.dtype) -> int:
         """Bytes that the rank sends to other stages, for microbatches like the example."""
@@ -81,7 +83,7 @@ class Part:
 
     def statistics(self, element_size: int) -> int:
         """Bytes that a rank of a bidirectional schedule tells its twin of what its batch normalisations have seen."""
-        if not self.is_bidirectional:
+        if self.holders == 1:
             return 0
         seen: int = sum(passes.count * norm.num_features for passes in self.passes for norm in passes.norms)
         return 2 * seen * element_size

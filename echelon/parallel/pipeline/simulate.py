@@ -177,15 +177,15 @@ def _activations(schedule: Schedule, row: Sequence[Action]) -> int:
 def _weights(schedule: Schedule, rank: int) -> int:
     """At most held: the newest version of each stage, and older ones until their last use."""
     row = schedule.actions[rank]
-    last = {(a.stage, a.direction, a.version): index for index, a in enumerate(row) if a.kind in COMPUTATIONS}
-    newest = 0
-    alive = {(stage, way, 0) for stage, way in schedule.held(rank)}
+    last = {(a.stage, a.version): index for index, a in enumerate(row) if a.kind in COMPUTATIONS}
+    newest, stages = 0, {stage for stage, _ in schedule.held(rank)}  # a stage that goes both ways is one
+    alive = {(stage, 0) for stage in stages}
     peak = len(alive)
     for index, action in enumerate(row):
         if action.kind == "step":
             newest = action.version
-            alive |= {(stage, way, newest) for stage, way in schedule.held(rank)}
-        alive = {copy for copy in alive if copy[2] == newest or last.get(copy, -1) > index}
+            alive |= {(stage, newest) for stage in stages}
+        alive = {copy for copy in alive if copy[1] == newest or last.get(copy, -1) > index}
         peak = max(peak, len(alive))
     return peak
 

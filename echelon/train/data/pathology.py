@@ -139,7 +139,7 @@ def write_set(
     tifffile()
     created = not folder.exists()
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise DataError(f"{folder} has something in it: name a folder that is new or empty")
     except OSError as error:

@@ -199,21 +199,30 @@ def _images(config: Config, folder: Path, held_out_folder: Path | None) -> Sourc
     classes = images.find_classes(folder, architecture.classes)
     train = images.find_images(folder, classes)
     if held_out_folder is None:
-        train, held_out = images.split(train, folder, config.data.held_out)
-        if config.data.held_out > 0 and not (train and held_out):
-            raise DataError(
-                f"{folder} has {len(train) + len(held_out)} images, too few to hold {config.data.held_out:g} of them "
-                "out: use more, set [data] held_out, or name a held_out_path"
-            )
+        train, held_out = _split(config, train, folder)
     else:
-        others = images.find_classes(held_out_folder, architecture.classes).keys() - classes.keys()
-        if others:
-            raise DataError(f"{held_out_folder} has classes that {folder} has not: {', '.join(sorted(others))}")
+        _check_classes(config, held_out_folder, classes)
         held_out = images.find_images(held_out_folder, classes)
     return Sources(
         images.ImageFolder(train, side, channels, seed),
         images.ImageFolder(held_out, side, channels, None) if held_out else None,
     )
+
+
+def _split(config: Config, found: list[images.Image], folder: Path) -> tuple[list[images.Image], list[images.Image]]:
+    train, held_out = images.split(found, folder, config.data.held_out)
+    if config.data.held_out > 0 and not (train and held_out):
+        raise DataError(
+            f"{folder} has {len(found)} images, too few to hold {config.data.held_out:g} of them "
+            "out: use more, set [data] held_out, or name a held_out_path"
+        )
+    return train, held_out
+
+
+def _check_classes(config: Config, held_out_folder: Path, classes: dict[str, int]) -> None:
+    architecture: Any = config.architecture
+    if others := images.find_classes(held_out_folder, architecture.classes).keys() - classes.keys():
+        raise DataError(f"{held_out_folder} has classes that {config.data.path} has not: {', '.join(sorted(others))}")
 
 
 def _large_images(config: Config, folder: Path, held_out_folder: Path | None) -> Sources:
@@ -222,13 +231,10 @@ def _large_images(config: Config, folder: Path, held_out_folder: Path | None) ->
     classes = None if segments(architecture) else images.find_classes(folder, architecture.classes)
     train, masks = _found(folder, classes)
     if held_out_folder is None:
-        train, held_out = images.split(train, folder, config.data.held_out)
-        if config.data.held_out > 0 and not (train and held_out):
-            raise DataError(
-                f"{folder} has {len(train) + len(held_out)} images, too few to hold {config.data.held_out:g} of them "
-                "out: use more, set [data] held_out, or name a held_out_path"
-            )
+        train, held_out = _split(config, train, folder)
     else:
+        if classes is not None:
+            _check_classes(config, held_out_folder, classes)
         held_out, more = _found(held_out_folder, classes)
         masks |= more
 

@@ -46,6 +46,11 @@ def test_a_schedule_equals_one_process(ranks, schedule, stages, family):
     equals_one_process(ranks, family, schedule, {"pp": stages})
 
 
+@pytest.mark.parametrize("schedule", ["gems", "gems-gpipe"])
+def test_a_stage_in_the_middle_goes_both_ways_on_one_rank(ranks, schedule):
+    equals_one_process(ranks, "resnet", schedule, {"pp": 3})
+
+
 COMBINED = {
     "pp × dp": ("1f1b", {"dp": 2, "pp": 2}, {}),
     "gems × dp": ("gems", {"dp": 2, "pp": 2}, {}),

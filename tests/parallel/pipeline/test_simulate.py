@@ -136,6 +136,7 @@ def test_weights():
             copies = 2 if name in ("gems", "chimera") else 1
             assert of(name, ranks, microbatches).weights == (copies,) * ranks
     assert of("interleaved", 4, 8, chunks=3).weights == (3, 3, 3, 3)  # of stages of a third
+    assert of("gems", 3, 8).weights == of("gems-gpipe", 3, 8).weights == (2, 1, 2)  # that in the middle is one
 
 
 def test_weights_of_versioned_schedules():
@@ -221,7 +222,8 @@ def test_every_schedule_runs_to_its_end_in_order(schedule, costs):
 def test_forwards_alone_run_too(schedule):
     timeline = simulate(forward_only(schedule), DOUBLE)
     assert timeline.activations == (1,) * schedule.ranks
-    assert timeline.weights == (schedule.chunks * len(schedule.directions),) * schedule.ranks
+    held = [schedule.held(rank) for rank in range(schedule.ranks)]
+    assert timeline.weights == tuple(len({stage for stage, _ in each}) for each in held)
 
 
 def dependencies_hold(timeline: Timeline, costs: Costs) -> bool:
