@@ -429,10 +429,11 @@ def test_the_command_does_not_write_among_other_things(tmp_path: Path) -> None:
     code, told, aside = run(tmp_path, "--count", 1, "--size", 64)
     assert (code, told) == (1, "")
     assert "has something in it: name a folder that is new or empty" in aside
-    code, _, aside = run(tmp_path / "none" / "a")
-    assert code == 1
-    assert "a cannot be written: No such file or directory" in aside
     assert files(tmp_path) == {"mine.txt": b"mine"}
+    (tmp_path / "file").write_text("")
+    code, _, aside = run(tmp_path / "file" / "a", "--count", 1, "--size", 64)
+    assert code == 1
+    assert "a cannot be written: Not a directory" in aside
 
 
 COMMAND = "from echelon.train.data.command import data_app; data_app()"
