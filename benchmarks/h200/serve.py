@@ -9,6 +9,8 @@ Random weights in bf16; each part can be asked for alone:
   reads the bytes that such a step must read: weights, and keys and values
 - where: the time of a step of the first part's model with 256 sequences, by kind of kernel
 - parts: the first part again, with one of the engine's choices turned off at a time
+- split: a step of one sequence of 1,024 and of 16,384 tokens, of the Llama of 8B, with the keys that attention reads
+  split over as many programs as the engine chooses, and not split
 - narrow: weights in 8 bits, int8 and fp8, beside bf16: steps of a Llama of 8B, the first part's speed, and the
   perplexity on held-out text of a small byte-level Llama that has learned Python's standard library
 - rate: requests of 256 ± 204 tokens in and 144 ± 115 out for the Llama of 8B, arriving at random: the highest rate at
@@ -43,9 +45,11 @@ from echelon.bench.serve import drive  # noqa: E402
 from echelon.bench.serve_load import RandomLoad, arrivals, random_requests  # noqa: E402
 from echelon.bench.serve_target import InProcess  # noqa: E402
 from echelon.models.llama import Llama, LlamaConfig  # noqa: E402
+from echelon.models.presets import build  # noqa: E402
 from echelon.parallel import shards  # noqa: E402
 from echelon.serve import memory, way  # noqa: E402
 from echelon.serve.engine import Engine  # noqa: E402
+from echelon.serve.fused import Fused  # noqa: E402
 from echelon.serve.load import load  # noqa: E402
 from echelon.serve.quantize import quantize, weight_bytes  # noqa: E402
 from echelon.serve.request import SamplingParams  # noqa: E402
@@ -225,6 +229,28 @@ def steps(quantized: str = "", batches: tuple[int, ...] = (1, 64)) -> dict[str, 
     return found
 
 
+def split() -> dict[str, Any]:
+    with torch.device("meta"):
+        empty = build("llama3-8b", context=32_768)
+    model = shards.load(empty, None, lambda each: each.initialize(), device=CUDA, dtype=torch.bfloat16)
+    chosen, found = Fused._splits, {}
+    for length in (1_024, 16_384):
+        settings = Settings(context=length + 64, token_budget=2048, most_running=1)
+        seconds = {}
+        for name, splits in (("split", chosen), ("not split", lambda *_: 1)):
+            Fused._splits = splits  # type: ignore[method-assign]
+            try:
+                launch = launcher(model, settings, 1, length)
+                seconds[name] = timed(launch)
+            finally:
+                Fused._splits = chosen  # type: ignore[method-assign]
+            del launch
+            free()
+        figures = {f"{name}, ms": 1e3 * each for name, each in seconds.items()}
+        found[f"{length} tokens"] = figures | {"times": seconds["not split"] / seconds["split"]}
+    return found
+
+
 def where() -> dict[str, Any]:
     loaded = load("qwen3-0.6b", random=True, device="cuda")
     settings = Settings(context=2048, token_budget=2048, most_running=256)
@@ -317,6 +343,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "step": steps,
     "where": where,
     "parts": parts,
+    "split": split,
     "narrow": narrow,
     "rate": rate,
 }

@@ -13,6 +13,7 @@ may come first.) What it changes in `torch.distributed`:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -137,6 +138,20 @@ def newest(*names: str) -> Callable[..., Any]:
 
     found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
     return found
+
+
+@contextlib.contextmanager
+def known_to_torch(*groups: Any) -> Iterator[None]:
+    """In here messages may be sent in groups that `new_group` has not made: PyTorch has a table of those it knows."""
+    from torch.distributed.distributed_c10d import _world
+
+    for group in groups:
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    try:
+        yield
+    finally:
+        for group in groups:
+            _world.pg_group_ranks.pop(group, None)
 
 
 def torch_default_timeout() -> timedelta:

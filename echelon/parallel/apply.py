@@ -6,33 +6,29 @@ and compilation, each of which wraps what stands. Data parallelism last: it gath
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.comm.torch_compat import mesh_of, stay_out_of
 from echelon.models.chain import Given
 from echelon.models.held import plain_name
-from echelon.parallel import batchnorm, data, fp8, sequence, spatial, tensor
+from echelon.parallel import batchnorm, data, fp8, sequence, tensor, tiling
 from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.loss import chunked_cross_entropy
 from echelon.parallel.pipeline.actions import Direction, Schedule
-from echelon.parallel.pipeline.crews import Crews, held, holders
+from echelon.parallel.pipeline.crews import held, holders
 from echelon.parallel.pipeline.part import Part
 from echelon.parallel.pipeline.partition import Balance, bytes_of, linked, partition
 from echelon.parallel.pipeline.run import Pipeline
 from echelon.parallel.pipeline.schedule import SCHEDULES, make
 from echelon.parallel.recompute import Recompute, blocks, recompute
-from echelon.parallel.spatial.tiles import Ground
+from echelon.parallel.tiling import crews_of, mesh_of_mine
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 TWINS = "twins"  # the view of the ranks that hold the same stages of a bidirectional pipeline
@@ -100,7 +96,8 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
     if strategies.fp8:
         model = fp8.convert(model)
     if grid.layout.is_tiled:
-        _tile(model, grid, strategies)
+        directions = _directions(grid.layout, strategies)
+        tiling.tile(model, grid, directions, global_batchnorm=strategies.global_batchnorm)
     elif strategies.global_batchnorm:
         model = batchnorm.synchronize(model, summed_over(grid, strategies))
     model = recompute(model, strategies.recompute)
@@ -108,80 +105,6 @@ def parallelize(model: nn.Module, grid: Grid, strategies: Strategies) -> nn.Modu
         for block in blocks(model):
             block.compile()
     return _over_data(model, grid, strategies)
-
-
-def _tile(model: Any, grid: Grid, strategies: Strategies) -> None:
-    """Let a model compute tiles, or of a pipeline those stages that do. Statistics of batches are always of whole
-    images, and with `global_batchnorm` of all of them.
-    """
-    model.grounds = grounds = _grounds(grid, strategies)
-    if grid.layout.depth == 1:
-        spatial.on_ground(model, grounds["down"])
-        return
-    spatial.name_modules(model)
-    if strategies.global_batchnorm:
-        modules = dict(model.named_modules())
-        grids = itertools.cycle(grid.layout.grids)  # with chunks they come again
-        whole = [span for span, stage in zip(model.spans, grids, strict=False) if stage.tiles == (1, 1)]
-        for name in (name for span in whole for link in span for name in model.parts(link) if name in modules):
-            batchnorm.synchronize(modules[name], grid.mesh("dp"))
-
-
-def crews_of(layout: Layout) -> Crews:
-    """Who computes the stages of a pipeline: where they differ a group of `pp` has all ranks of all crews, else one of
-    each.
-    """
-    if layout.stages is None or len(set(layout.grids)) == 1:
-        return Crews.alone(layout.depth)
-    return Crews(tuple(stage.tiles for stage in layout.grids))
-
-
-def _grounds(grid: Grid, strategies: Strategies) -> dict[Direction, Ground]:
-    """The tiles around this rank, for each way that microbatches go; called by all ranks, which make groups in one
-    order.
-    """
-    found: dict[Direction, Ground] = {}
-    layout, directions = grid.layout, _directions(grid.layout, strategies)
-    crews = Crews(tuple(stage.tiles for stage in layout.grids))
-    whole = [
-        np.concatenate([block.reshape(layout.dp, -1)[row] for block in layout.blocks()]) for row in range(layout.dp)
-    ]
-    for direction, place in itertools.product(directions, range(layout.depth)):
-        crew = crews.crew(place, direction)
-        if crew.tiles == (1, 1):
-            continue
-        tiles = [ranks[list(crew.ranks)].reshape(crew.tiles) for ranks in whole]
-        everyone = _mesh_of_mine(grid, [each.flatten().tolist() for each in tiles], "sp")
-        lines = [
-            None if count == 1 else everyone if count == len(crew.ranks) else _mesh_of_mine(grid, groups, "sp")
-            for count, groups in zip(crew.tiles, ([*_columns(tiles)], [*_rows(tiles)]), strict=True)
-        ]
-        over = everyone
-        if strategies.global_batchnorm and layout.dp > 1:
-            over = _mesh_of_mine(grid, [np.concatenate(tiles, axis=None).tolist()], "statistics")
-        if everyone is not None and over is not None:
-            down, across = (None if line is None else line.get_group() for line in lines)
-            found[direction] = Ground((down, across), everyone.get_group(), over.get_group())
-    return found
-
-
-def _rows(tiles: Sequence[NDArray[np.int64]]) -> Iterator[list[int]]:
-    yield from (row.tolist() for each in tiles for row in each)
-
-
-def _columns(tiles: Sequence[NDArray[np.int64]]) -> Iterator[list[int]]:
-    yield from (column.tolist() for each in tiles for column in each.T)
-
-
-def _mesh_of_mine(grid: Grid, groups: Sequence[Sequence[int]], name: str) -> DeviceMesh | None:
-    """The mesh of the one of these groups that this rank is in; made together, by all ranks of the world."""
-    found = None
-    for group in map(list, groups):
-        if grid.rank in group:
-            found = mesh_of(grid.mesh("data").device_type, group, (name,))
-        else:
-            stay_out_of([group])
-    return found
 
 
 def _directions(layout: Layout, strategies: Strategies) -> tuple[Direction, ...]:
@@ -243,26 +166,15 @@ def pipeline(model: Any, grid: Grid, strategies: Strategies, microbatches: int) 
     )
 
 
-def ground_of(model: Any, runner: Pipeline | None, microbatch: int, *, is_segmented: bool) -> Ground | None:
-    """Where the images of a microbatch are cut into tiles, of which this rank needs its own alone; None where it is
-    given whole ones: in a pipeline with a target for each pixel, since the last stage may need all of them.
-    """
-    if runner is None:
-        return getattr(model, "grounds", {}).get("down")
-    direction = runner.schedule.direction_of(microbatch)
-    first = runner.crews.crew(0, direction)
-    is_first = runner.rank in first.ranks and not is_segmented
-    return getattr(model, "grounds", {}).get(direction) if is_first and runner.has_tiles(0) else None
-
-
 def part_of(
-    model: Any, layout: Layout, strategies: Strategies, place: int, microbatches: int, example: Given | None = None
+    model: Any, layout: Layout, strategies: Strategies, rank: int, microbatches: int, example: Given | None = None
 ) -> Part:
-    """What the rank at a place of `pp` has of a whole model on the meta device, and how often it computes it."""
+    """What a rank has of a whole model on the meta device, and how often it computes it."""
     if layout.depth == 1:
         return Part(model)
     schedule = make(strategies.schedule, layout.depth, microbatches, chunks=strategies.chunks)
-    return Part(linked(model), spans_of(model, layout, strategies, example), schedule, place)
+    spans, inside = spans_of(model, layout, strategies, example), layout.group("pp", rank).index(rank)
+    return Part(linked(model), spans, schedule, inside, crews_of(layout))
 
 
 def _blocks_of(model: Any, span: range) -> list[str]:
@@ -290,7 +202,7 @@ def _over_both_directions(model: Any, grid: Grid, strategies: Strategies) -> nn.
     layout, schedule, crews = grid.layout, _placed(grid.layout, strategies), crews_of(grid.layout)
     pipelines = np.array(layout.groups("pp"))
     sets = [sorted(pipelines[:, holders(schedule, crews, stage)].flatten().tolist()) for stage in range(layout.depth)]
-    meshes = {tuple(each): _mesh_of_mine(grid, [each], TWINS) for each in dict.fromkeys(map(tuple, sets))}
+    meshes = {tuple(each): mesh_of_mine(grid, [each], TWINS) for each in dict.fromkeys(map(tuple, sets))}
     of_link = {link: meshes[tuple(sets[stage])] for stage, span in enumerate(model.spans) for link in span}
 
     def mesh_of_name(name: str) -> DeviceMesh:

@@ -29,11 +29,15 @@ def synchronize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """
     if mesh.ndim != 1:
         raise ValueError(f"batchnorm.synchronize needs a mesh of one dimension, and this has {mesh.ndim}")
-    if mesh.size() > 1:
-        for module in model.modules():
-            if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-                module.__class__ = GlobalBatchNorm
-                module.group = mesh.get_group()  # type: ignore[assignment]
+    return over(model, mesh.get_group()) if mesh.size() > 1 else model
+
+
+def over(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """As `synchronize`, for a group; a model's group can be changed so."""
+    for module in model.modules():
+        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, GlobalBatchNorm):
+            module.__class__ = GlobalBatchNorm
+            module.group = group  # type: ignore[assignment]
     return model
 
 
@@ -106,7 +110,7 @@ def _statistics(x_BC: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor,
     newest("all_gather_single", "all_gather_into_tensor")(everyone, own, group)
     counts_R1, means_RC, squares_RC = everyone.view(group.size(), -1).double().split([1, channels, channels], dim=1)
     total = counts_R1.sum()
-    if count < 2 and total < 2:  # only who could be alone looks, for looking makes a GPU's host wait
+    if count < 2 and not total.is_meta and total < 2:  # only who could be alone looks: a GPU's host waits to look
         raise ValueError("batch normalisation in training needs more than one value a channel in the global batch")
     mean_C = (counts_R1 * means_RC).sum(0) / total
     squares_C = (squares_RC + counts_R1 * (means_RC - mean_C) ** 2).sum(0)

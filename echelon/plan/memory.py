@@ -73,11 +73,11 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """What the ranks of one place in a pipeline have of a model: a parameter that other places share is in each."""
+    """What a rank of a pipeline has of a model: a parameter that others share is in each."""
 
     shapes: Shapes
     work: Workload | None = None  # `layers` counts a block once for each microbatch that it is held for
-    apart: Collection[str] = ()  # the parameters that other places share: each is a bucket of its own
+    apart: Collection[str] = ()  # the parameters that others share: each is a bucket of its own
     versions: int = 1  # copies of the weights, in use at the same time
     keeps_gradients: bool = False  # whether they are whole until the end of a step, in every stage
 
@@ -111,12 +111,12 @@ def held(
     split: Callable[[str], int | None] | None = None,
     rank: int = 0,
 ) -> Held:
-    """What a rank holds. `model` is the whole one's shapes, for a pipeline a list with the portion of each place;
+    """What a rank holds. `model` is the whole one's shapes, of a pipeline a list with the portion of each of its ranks.
     `split` names the dimension in which tensor parallelism splits a parameter, if it does (a mapping's `get` will do).
     """
     place = layout.coordinates(rank)
     grid = layout.grids[place["pp"]]
-    portion = _at(model, work, layout, place["pp"])
+    portion = _at(model, work, layout, layout.group("pp", rank).index(rank))
     own, work = portion.shapes, portion.work
     if split is None and grid.tp > 1:
         raise ValueError(f"{layout!r} splits matrices: say along which dimension (`split`, as tensor.split_dimension)")
@@ -166,10 +166,11 @@ def activations(work: Workload, precision: Precision = "fp32", tp: int = 1, cp: 
 
 def _at(model: Shapes | Sequence[Portion], work: Workload | None, layout: Layout, place: int) -> Portion:
     portions = [Portion(shapes=model, work=work)] if isinstance(model, Mapping) else list(model)
-    if len(portions) != len(layout.grids):
+    ranks = len(layout.groups("pp")[0])
+    if len(portions) != ranks:
         raise ValueError(
-            f"{layout!r} has {len(layout.grids)} places in a pipeline, but there are portions for {len(portions)}: "
-            "give a list with the portion of each"
+            f"{layout!r} has pipelines of {ranks}, but there are portions for {len(portions)}: give a list with the "
+            "portion of each rank"
         )
     return portions[place]
 

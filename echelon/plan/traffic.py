@@ -18,10 +18,10 @@ from echelon.parallel import batchnorm, buckets, data_traffic, loss, sequence, t
 from echelon.parallel.apply import DTYPES, TWINS, Strategies, part_of
 from echelon.parallel.buckets import lay_out
 from echelon.parallel.layout import Layout
-from echelon.parallel.pipeline.part import Part, StagePasses
+from echelon.parallel.pipeline.part import Part, StagePasses, edge_kinds
+from echelon.plan.images import Images, Traffic
 from echelon.plan.memory import STATE, local_shape
 
-Traffic = Counter[tuple[str, str]]  # by view and operation
 _NUMBER = 8  # bytes of a count or a norm
 
 
@@ -35,20 +35,26 @@ def traffic(
     *,
     microbatches: int = 1,
     example: Given | None = None,
+    images: Images | None = None,
 ) -> Traffic:
     """For a global batch of so many samples, each a sequence of `length` tokens (an image's patches).
 
-    A pipeline takes the batch in `microbatches`, and needs an `example`: the arguments of the plain model, on the meta
-    device, for one microbatch of one rank of dp and cp.
+    A pipeline takes the batch in `microbatches`. It and tiles of images need an `example`: the arguments of the plain
+    model, on the meta device, for one microbatch of one rank of dp and cp. `images`, made of the same, are for whoever
+    asks for several ranks: what these have alike is then computed once.
     """
     place = layout.coordinates(rank)
     grid = layout.grids[place["pp"]]
-    own = part_of(model, layout, strategies, place["pp"], microbatches, example)
+    own = part_of(model, layout, strategies, rank, microbatches, example)
     samples = batch // layout.dp // own.microbatches
+    tiled = None
+    if layout.is_tiled:
+        tiled = (images or Images(model, layout, strategies, example)).passes(rank, own)
     sent: Traffic = Counter()
-    for passes in own.passes:
-        for key, payload in _of_a_pass(model, passes, layout, strategies, samples, length, rank).items():
-            sent[key] += passes.count * payload
+    for key, passes in zip(own.forwards, own.passes, strict=True):
+        of_a_pass = tiled.sent[key] if tiled else _of_a_pass(model, passes, layout, strategies, samples, length, rank)
+        for line, payload in of_a_pass.items():
+            sent[line] += passes.count * payload
 
     def add(view: str, part: dict[str, int], times: int = 1) -> None:
         for operation, payload in part.items():
@@ -76,7 +82,8 @@ def traffic(
         told = data_traffic.traffic(held, strategies.stage, copies, backwards=own.reductions)
         add(TWINS if own.is_bidirectional else summed, told, own.updates)
     if layout.depth > 1:
-        streams = own.messages(model, example, DTYPES[strategies.precision]) // (grid.tp if splits else 1)
+        kinds = tiled.kinds if tiled else edge_kinds(model, own.spans, example, DTYPES[strategies.precision])
+        streams = own.messages(kinds) // (grid.tp if splits else 1)
         add("pp", {"send": streams + own.statistics(element) + _ties(own, held, strategies.stage, layout, rank)})
     if ranks > 1:
         add(summed, {"all_reduce": _NUMBER}, own.updates)  # how many targets count

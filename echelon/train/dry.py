@@ -17,10 +17,11 @@ from echelon.parallel.apply import spans_of
 from echelon.parallel.pipeline.partition import linked
 from echelon.parallel.pipeline.schedule import make
 from echelon.parallel.pipeline.simulate import Costs, simulate
+from echelon.plan.images import Images
 from echelon.plan.traffic import averaging, traffic
 from echelon.train.checks import attended, example, meta_model, micro_batch, passes
 from echelon.train.config import Config, dump
-from echelon.train.memory import planned_optimizer, predicted
+from echelon.train.memory import images_of, planned_optimizer, predicted
 
 _MIB = 2**20
 _FEW = 5  # names that are listed
@@ -41,11 +42,10 @@ def show(config: Config) -> None:
     )
     if config.layout.depth > 1:
         console.print(_pipeline(config, model), highlight=False)
-    console.print(_held(config))
-    if config.layout.is_tiled:
-        console.print("what a rank sends is not planned for tiles")
-    elif config.layout.size > 1:
-        console.print(_sent(config, model))
+    images = images_of(config, model)
+    console.print(_held(config, images))
+    if config.layout.size > 1:
+        console.print(_sent(config, model, images))
 
 
 def _pipeline(config: Config, model: Any) -> str:
@@ -64,11 +64,10 @@ def _pipeline(config: Config, model: Any) -> str:
     )
 
 
-def _held(config: Config) -> Table | str:
-    ranks = predicted(config, at_peak=True)
+def _held(config: Config, images: Images | None) -> Table | str:
+    ranks = predicted(config, at_peak=True, images=images)
     if ranks is None:
-        what = "tiles" if config.layout.is_tiled else config.strategies.precision
-        return f"what a rank holds is not planned for {what}"
+        return f"what a rank holds is not planned for {config.strategies.precision}"
     table = Table("ranks", title="MiB that a rank holds", box=SIMPLE_HEAD, title_justify="left")
     for name in (*_KINDS.values(), "on the host"):
         table.add_column(name, justify="right")
@@ -80,7 +79,7 @@ def _held(config: Config) -> Table | str:
     return table
 
 
-def _sent(config: Config, model: Any) -> Table:
+def _sent(config: Config, model: Any, images: Images | None) -> Table:
     table = Table("ranks", "dimension", "operation", title="MiB of payload in a step", box=SIMPLE_HEAD)
     table.title_justify = "left"
     table.add_column("payload", justify="right")
@@ -90,7 +89,17 @@ def _sent(config: Config, model: Any) -> Table:
     given = example(config, layout)
     same: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank in range(layout.size):
-        sent = traffic(model, layout, config.strategies, batch, length, rank, microbatches=microbatches, example=given)
+        sent = traffic(
+            model,
+            layout,
+            config.strategies,
+            batch,
+            length,
+            rank,
+            microbatches=microbatches,
+            example=given,
+            images=images,
+        )
         same[tuple(sorted(sent.items())), _averaged(config, model, rank)].append(rank)
     for (lines, averaged), ranks in same.items():
         for number, ((view, operation), payload) in enumerate(lines):

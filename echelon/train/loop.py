@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from echelon.models.presets import is_causal, segments
-from echelon.parallel.apply import ground_of, pipeline, summed_over
+from echelon.parallel.apply import pipeline, summed_over
 from echelon.parallel.average import average, average_buffers
+from echelon.parallel.tiling import ground_of
 from echelon.train.build import build_model, choose_device, in_dtype, join_world, limit_waiting
 from echelon.train.checkpoint import Checkpoints
 from echelon.train.checks import check, check_files, meta_model, micro_batch, passes
@@ -30,7 +31,7 @@ from echelon.train.data import Loader, Order, open_sources
 from echelon.train.evaluate import Evaluation
 from echelon.train.faults import Diverged, StopRequest, explain
 from echelon.train.job_folder import open_folder, same_data, write_config
-from echelon.train.memory import measure_memory
+from echelon.train.memory import measure_memory, predicted
 from echelon.train.metrics import Meter
 from echelon.train.optimizer import make_optimizer
 from echelon.train.passes import Passes
@@ -89,6 +90,9 @@ class Trainer:
         self.samples: int = saved["samples"]
         self.loss, self.held_out, self._averaged = math.nan, math.nan, self.step
         write_config(config, self.folder)
+        self._memory_step = max(config.record.first, 1)  # in the first step there is no optimizer state yet
+        measures = self.step <= self._memory_step < config.train.steps
+        self._expected = predicted(config, ranks=[self.grid.rank]) if measures else None
         self.meter = Meter(config, self.folder, self.grid, meta_model(config), step=self.step)
 
     def run(self, stop: StopRequest | None = None) -> Outcome:
@@ -129,7 +133,7 @@ class Trainer:
         own_loss = self.passes.run([in_dtype(given, self.config) for given in self.loader.load(self.samples)])
         self.loader.read_ahead()
         self.meter.read_ahead(self.step + 1)
-        if self.step == max(self.config.record.first, 1):  # in the first step there is no optimizer state yet
+        if self.step == self._memory_step:
             self._note_memory()
         told_loss = own_loss.to("cpu", non_blocking=True)  # the norm is read after it, and before the step is taken
         norm = self.passes.update(train.clip or None)
@@ -184,7 +188,7 @@ class Trainer:
             self._averaged = self.step
 
     def _note_memory(self) -> None:
-        held = measure_memory(self.config, self.grid, self.model, self.optimizer)
+        held = measure_memory(self.config, self.grid, self.model, self.optimizer, self._expected)
         if self.grid.rank == 0:
             (self.folder / "memory.json").write_text(json.dumps(held, indent=1))
 

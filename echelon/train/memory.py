@@ -23,6 +23,7 @@ from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pieces import reducer_of
 from echelon.parallel.pipeline.part import Part
 from echelon.plan import memory as plan
+from echelon.plan.images import Images
 from echelon.train.checks import attended, example, meta_model, micro_batch, passes
 from echelon.train.config import Config
 from echelon.train.metrics import device_of, peak_memory
@@ -30,19 +31,21 @@ from echelon.train.metrics import device_of, peak_memory
 Kinds = dict[str, int]  # bytes of parameters, gradients, optimizer and rest; `host`: of the optimizer, if it is there
 
 
-def measure_memory(config: Config, grid: Grid, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Called by all ranks between a backward pass and the optimizer's step, when all kinds exist (so not in the first).
+def measure_memory(
+    config: Config, grid: Grid, model: nn.Module, optimizer: Optimizer, told: Sequence[Kinds] | None
+) -> dict[str, Any]:
+    """Called by all ranks between a backward pass and the optimizer's step, when all kinds exist (so not in the first),
+    with what was `predicted` of this rank.
 
     `measured` and `predicted` of rank 0, and of each kind the largest over the ranks; a prediction is None where
     there is none (fp64).
     """
-    mine = _measured(config, grid, model, optimizer)
     everyone: list[Any] = [None] * grid.layout.size
-    dist.all_gather_object(everyone, mine)
-    told = predicted(config)
+    dist.all_gather_object(everyone, (_measured(config, grid, model, optimizer), told and told[0]))
+    measured, expected = ([each[n] for each in everyone] for n in range(2))
     return {
-        "rank 0": {"measured": everyone[0], "predicted": told and told[0]},
-        "largest": {"measured": _largest(everyone), "predicted": told and _largest(told)},
+        "rank 0": {"measured": measured[0], "predicted": expected[0]},
+        "largest": {"measured": _largest(measured), "predicted": expected[0] and _largest(expected)},
     }
 
 
@@ -70,14 +73,17 @@ def _storages(tensors: Iterable[Any]) -> Kinds:
     return {f"{storage.device} {storage.data_ptr()}": storage.nbytes() for storage in storages if storage.nbytes()}
 
 
-def predicted(config: Config, *, at_peak: bool = False) -> list[Kinds] | None:
-    """What each rank will hold when it is measured, or at the most in a step; None where the plan lacks the precision.
+def predicted(
+    config: Config, *, at_peak: bool = False, ranks: Sequence[int] | None = None, images: Images | None = None
+) -> list[Kinds] | None:
+    """What each rank, or each of these, will hold when it is measured, or at the most in a step; None where the plan
+    lacks the precision. `images` are given where they are made anyway.
 
     When it is measured the passes are over. Then stage 1 has no more of the gradients than stage 2; a pipeline that
     kept whole ones has summed them; and one with versions has made its last, and needs no gradients any more.
     """
     precision = config.strategies.precision
-    if precision == "fp64" or config.layout.is_tiled:
+    if precision == "fp64":
         return None
     model: Any = meta_model(config)
     layout, count = config.layout, passes(config)
@@ -91,19 +97,29 @@ def predicted(config: Config, *, at_peak: bool = False) -> list[Kinds] | None:
     kv_heads = tensor.kv_heads_of(blocks[0].attention) if blocks else 0
     split = partial(tensor.split_dimension, kv_heads=kv_heads, ranks=layout.tp)
     given = example(config, layout)
-    parts = [part_of(model, layout, config.strategies, place, count, given) for place in range(layout.depth)]
+    parts = [part_of(model, layout, config.strategies, rank, count, given) for rank in layout.groups("pp")[0]]
     portions = [_portion(config, part, at_peak=at_peak) for part in parts]
-    held = plan.by_rank(portions, layout, training, split=split)
-    gradients = [each.gradients for each in held]
-    if training.stage == 1 and not (at_peak and count > 1):  # the plan's gradients are those of passes that accumulate
-        gradients = [each.gradients for each in plan.by_rank(portions, layout, replace(training, stage=2), split=split)]
-    elif parts[0].is_versioned and not at_peak:
-        gradients = [0] * layout.size
-    return [
-        {"parameters": each.parameters, "gradients": of_rank, "optimizer": each.optimizer}
-        | {"host": each.host, "rest": each.activations}
-        for each, of_rank in zip(held, gradients, strict=True)
-    ]
+    images = images or images_of(config, model)
+    found = []
+    for rank in range(layout.size) if ranks is None else ranks:
+        held = plan.held(portions, layout, training, split=split, rank=rank)
+        part, gradients, rest = parts[layout.group("pp", rank).index(rank)], held.gradients, held.activations
+        if training.stage == 1 and not (at_peak and count > 1):  # the plan's gradients are of passes that accumulate
+            gradients = plan.held(portions, layout, replace(training, stage=2), split=split, rank=rank).gradients
+        elif part.is_versioned and not at_peak:
+            gradients = 0
+        if images is not None:
+            rest = part.most([*images.passes(rank, part).kept.values()])
+        kinds = {"parameters": held.parameters, "gradients": gradients, "optimizer": held.optimizer}
+        found.append(kinds | {"host": held.host, "rest": rest})
+    return found
+
+
+def images_of(config: Config, model: Any) -> Images | None:
+    """What plans passes over images: where these are cut into tiles, or there is no formula for a model."""
+    if not config.layout.is_tiled and hasattr(config.architecture, "heads"):
+        return None
+    return Images(model, config.layout, config.strategies, example(config, config.layout))
 
 
 def _portion(config: Config, part: Part, *, at_peak: bool) -> plan.Portion:
@@ -123,7 +139,7 @@ def planned_optimizer(config: Config) -> str:
 
 
 def _workload(config: Config, blocks: int) -> plan.Workload | None:
-    """Passes of one rank through so many of a transformer's blocks; there is no formula for others."""
+    """Passes of one rank through so many of a transformer's blocks; others have no formula (see `Images`)."""
     shape: Any = config.architecture
     if not hasattr(shape, "heads"):
         return None

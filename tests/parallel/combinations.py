@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import echelon
 from echelon.models.amoebanet import AmoebaNet, AmoebaNetConfig
 from echelon.models.resnet import ResNet, ResNetConfig
 from echelon.models.unet import UNet, UNetConfig
@@ -20,6 +22,7 @@ from echelon.parallel.apply import Strategies, parallelize, pipeline
 from echelon.parallel.layout import Layout, Stage
 from echelon.parallel.optimizer import Optimizer
 from tests.parallel.matrix import worse
+from tests.parallel.pipeline.training import by_operation
 
 STEPS, SAMPLES = 5, 2  # samples of a microbatch, for each of dp
 HEIGHT, WIDTH = 53, 43  # on less, AmoebaNet's last norms see so few pixels that rounding grows to errors
@@ -55,6 +58,11 @@ MORE: dict[str, tuple[dict[str, Any], str, int]] = {
     "ever more tiles": ({"stages": (Stage(), Stage(sp=3))}, "1f1b", 4),
     "three stages, both ways": ({"pp": 3}, "gems", 4),
 }
+
+
+def strategies_of(schedule: str) -> Strategies:
+    chunks = 2 if schedule == "interleaved" else 1
+    return Strategies(precision="fp64", global_batchnorm=True, schedule=schedule, chunks=chunks)
 
 
 def build(family: str) -> Any:
@@ -99,24 +107,65 @@ def alone(family: str, microbatches: int, samples: int) -> tuple[list[tuple[floa
     return told, {name: each.clone() for name, each in model.state_dict().items()}
 
 
+class Kept:
+    """In here forward passes are watched: the most bytes that are kept for backward passes, at any one time. What a
+    model holds anyway is not counted, and a piece of memory once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+        self._times: Counter[int] = Counter()
+        self.now = self.most = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(partial(_Saved, self), lambda saved: saved.tensor)
+
+    def add(self, storage: torch.UntypedStorage, times: int) -> None:
+        place = storage.data_ptr()
+        if place in self._own:
+            return
+        before = self._times[place]
+        self._times[place] += times
+        self.now += storage.nbytes() * (bool(self._times[place]) - bool(before))
+        self.most = max(self.most, self.now)
+
+
+class _Saved:
+    """A tensor that a graph keeps."""
+
+    def __init__(self, kept: Kept, tensor: Tensor) -> None:
+        self.tensor, self._kept = tensor, kept
+        kept.add(tensor.untyped_storage(), 1)
+
+    def __del__(self) -> None:
+        self._kept.add(self.tensor.untyped_storage(), -1)
+
+
 def train(family: str, name: str) -> dict[str, Any]:
-    """A rank's largest relative errors, and the names of what it holds."""
+    """A rank's largest relative errors, the names of what it holds, what it sent in the last step (of several passes
+    without a pipeline: from the last on), and the most bytes that it kept in it for backward passes.
+    """
     degrees, schedule, microbatches = (COMBINATIONS | MORE)[name]
     layout = Layout(**degrees)
     samples = SAMPLES * layout.dp
     reference, ended = alone(family, microbatches, samples)
-    chunks = 2 if schedule == "interleaved" else 1
-    strategies = Strategies(precision="fp64", global_batchnorm=True, schedule=schedule, chunks=chunks)
-    grid = layout.build()
+    strategies, grid = strategies_of(schedule), layout.build()
     model: Any = parallelize(build(family).double(), grid, strategies)
     optimizer = Optimizer(SGD, model)
     pipe = pipeline(model, grid, strategies, microbatches) if layout.depth > 1 else None
     worst: dict[str, float] = defaultdict(float)
+    sent: dict[tuple[str, str], int] = {}
+    kept = Kept(model)
     for step, (loss_alone, gradients_alone) in enumerate(reference):
         whole = [microbatch(family, step, number, samples) for number in range(microbatches)]
         given = [batches.part(each, grid, first=number * samples) for number, each in enumerate(whole)]
+        given = [{key: x.clone() for key, x in each.items()} for each in given]  # no slices: what is kept is counted
         count = counted(family, step, microbatches, samples)
-        losses = _passes(model, given, count) if pipe is None else pipe.run(given, partial(_divided, count))
+        targets = torch.cat([each for mine in given for key, each in mine.items() if key.startswith("targets")])
+        kept = Kept(model)
+        with echelon.comm.record() as counting:
+            tiles = math.prod(layout.grids[grid.stage].tiles)
+            assert batches.count(targets, grid.mesh("data")) == count * tiles  # as a training run counts them
+        with kept.hooks:
+            records, losses = _run(model, pipe, given, count)
         told = torch.tensor(sum(each.item() for each in losses if each is not None), dtype=torch.float64)
         dist.all_reduce(told)
         rows, columns = layout.grids[-1].tiles
@@ -125,21 +174,29 @@ def train(family: str, name: str) -> dict[str, Any]:
             expected = gradients_alone[parameter]
             worst["gradient"] = worse(worst["gradient"], ((gradient - expected).norm() / expected.norm()).item())
         norm_alone = torch.stack([each.norm() for each in gradients_alone.values()]).norm().item()
-        worst["norm"] = worse(worst["norm"], abs(optimizer.step() / norm_alone - 1))
+        with echelon.comm.record() as updating:
+            worst["norm"] = worse(worst["norm"], abs(optimizer.step() / norm_alone - 1))
+        sent = by_operation([*counting, *records, *updating])
     for tensor, held in [*model.named_buffers(), *model.named_parameters()]:
         worst["state"] = worse(worst["state"], (held.detach().double() - ended[tensor].double()).abs().max().item())
-    return {"errors": dict(worst), "holds": sorted(dict(model.named_parameters()))}
+    holds = sorted(dict(model.named_parameters()))
+    return {"errors": dict(worst), "holds": holds, "traffic": sent, "kept": kept.most}
 
 
 def _divided(count: int, out: Tensor, _: int) -> Tensor:
     return out / count
 
 
-def _passes(model: Any, given: list[dict[str, Tensor]], count: int) -> list[Tensor]:
+def _run(model: Any, pipe: Any, given: list[dict[str, Tensor]], count: int) -> tuple[list[Any], list[Any]]:
+    """What was communicated, and the losses."""
+    if pipe is not None:
+        with echelon.comm.record() as records:
+            return records, pipe.run(given, partial(_divided, count))
     losses = []
     for number, each in enumerate(given):
-        with data.accumulate(model) if number + 1 < len(given) else contextlib.nullcontext():
+        is_last = number + 1 == len(given)
+        with contextlib.nullcontext() if is_last else data.accumulate(model), echelon.comm.record() as records:
             loss = model(**each) / count
             loss.backward()
         losses.append(loss.detach())
-    return losses
+    return records, losses

@@ -5,19 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from echelon.parallel.apply import Strategies, crews_of
+from echelon.parallel.apply import Strategies, part_of
 from echelon.parallel.layout import Layout, Stage
-from tests.parallel.combinations import COMBINATIONS, MORE, TILES, train
+from echelon.parallel.tiling import crews_of
+from echelon.plan.images import Images
+from echelon.plan.traffic import traffic
+from tests.parallel.combinations import COMBINATIONS, MORE, SAMPLES, TILES, build, microbatch, strategies_of, train
 
 EXACT = 1e-9
 
 
 def equals_one_process(ranks: Any, family: str, name: str) -> list[dict[str, Any]]:
-    layout = Layout(**(COMBINATIONS | MORE)[name][0])
+    """In all that is computed; and it sends and keeps what the plan says."""
+    degrees, schedule, microbatches = (COMBINATIONS | MORE)[name]
+    layout, strategies = Layout(**degrees), strategies_of(schedule)
     told: list[dict[str, Any]] = ranks(layout.size, train, family, name)
-    for each in told:
+    with torch.device("meta"):
+        model = build(family)
+    example = {key: each.to("meta") for key, each in microbatch(family, 0, 0, SAMPLES).items()}
+    if layout.depth == 1:
+        microbatches = 1
+    batch = microbatches * SAMPLES * layout.dp
+    images = Images(model, layout, strategies, example)
+    for rank, each in enumerate(told):
         assert max(each["errors"].values()) < EXACT, each["errors"]
+        planned = traffic(
+            model, layout, strategies, batch, rank=rank, microbatches=microbatches, example=example, images=images
+        )
+        assert each["traffic"] == planned
+        part = part_of(model, layout, strategies, rank, microbatches, example)
+        assert each["kept"] == part.most([*images.passes(rank, part).kept.values()])
     return told
 
 

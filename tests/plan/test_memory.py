@@ -101,10 +101,10 @@ def test_pipeline_stages_hold_their_own():
     first = Portion(shapes={"blocks.0.weight": (10,)})
     second = Portion(shapes={"blocks.0.weight": (10,), "head.weight": (20,)}, versions=2)
     layout = Layout(stages=[Stage(tp=2), Stage()], dp=2)
-    ranks = by_rank([first, second], layout, Training(), split={}.get)
+    ranks = by_rank([first, first, second], layout, Training(), split={}.get)
     assert [rank.parameters for rank in ranks] == [40] * 4 + [240] * 2
     assert [rank.gradients for rank in ranks] == [40] * 4 + [120] * 2
-    message = r"Layout\(pp=2\) has 2 places in a pipeline, but there are portions for 1: give a list"
+    message = r"Layout\(pp=2\) has pipelines of 2, but there are portions for 1: give a list"
     with pytest.raises(ValueError, match=message):
         held(first.shapes, Layout(pp=2), Training())
 

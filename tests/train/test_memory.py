@@ -51,7 +51,7 @@ def measured(strategies: dict[str, Any], optimizer: dict[str, Any], layout: dict
     through.run(mine)
     through.update(None)
     through.run(mine)
-    return measure_memory(how, grid, model, update)
+    return measure_memory(how, grid, model, update, predicted(how, ranks=[grid.rank]))
 
 
 @pytest.mark.parametrize(

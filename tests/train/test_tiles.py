@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,20 @@ def test_from_layout_to_layout(ranks: Any, runs: Any, tmp_path: Path) -> None:
     ranks(4, a_part, tables(*given, **LAYOUTS["SP × dp"]), str(tmp_path), 1)
     ranks(4, whole, both_ways, str(tmp_path))
     equal(tmp_path, alone)
+
+
+@pytest.mark.parametrize("layout", ["SP", "SP+GEMS+PP"])
+def test_what_was_predicted_is_held(ranks: Any, runs: Any, tmp_path: Path, layout: str) -> None:
+    """Memory, in fp32, which is planned; of a process's peak, activations are a part."""
+    (model, data), _ = runs["resnet"]
+    how = LAYOUTS[layout]
+    strategies = {"precision": "fp32", **how.get("strategies", {})}
+    ranks(4, whole, tables(model, data, record={"first": 1}, **(how | {"strategies": strategies})), str(tmp_path))
+    held = json.loads((tmp_path / "memory.json").read_text())
+    for figures in held.values():
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert figures["measured"][kind] == pytest.approx(figures["predicted"][kind], rel=0.02)
+        assert figures["measured"]["rest"] > figures["predicted"]["rest"] > 0
 
 
 def test_a_layout_of_stages_is_written_and_read() -> None:

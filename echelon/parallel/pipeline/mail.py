@@ -9,6 +9,7 @@ of the microbatch's arguments, which every rank has: the first run with such arg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor
 from echelon.models.chain import Edge, Given, Value
 from echelon.parallel.pipeline.crews import Crew
 from echelon.parallel.spatial.regrid import Box, moves, tile_sizes
-from echelon.parallel.spatial.tiles import Tile, plain
+from echelon.parallel.spatial.tiles import Ground, Tile, Whole, plain
 
 _TAGS = 2**15  # that MPI has at least
 _HEADER = 256  # numbers that tell what a value is made of
@@ -69,16 +70,27 @@ class Kinds:
         return Kinds(tuple(tensors), bool(is_tuple))
 
 
-def kinds_of(value: Value, crew: Crew) -> Kinds:
-    """Of what a rank of a crew gives. An image that one rank has is a tile, too."""
+def kinds_of(value: Value, crew: Crew, is_tiled: bool) -> Kinds:
+    """Of what a rank of a crew gives. An image that one rank has as a whole is a tile, too."""
     kinds = []
     for x in parts_of(value):
         image = None
-        if isinstance(x, Tile) or (len(crew.ranks) == 1 and x.dim() == 4):
+        if isinstance(x, Tile) or (not is_tiled and x.dim() == 4):
             image = x.shape[-2], x.shape[-1]  # of a tile: those of the whole
         shape = x.shape if crew.tiles != (1, 1) else plain(x).shape
         kinds.append(Kind(tuple(shape), x.dtype, x.requires_grad, image))
     return Kinds(tuple(kinds), isinstance(value, tuple))
+
+
+def shown(value: Value, kinds: Kinds, ground: Ground | None) -> Value:
+    """What arrived, as a model takes it that computes tiles on this ground, or whole images."""
+    if ground is None:
+        return value
+    tensors = tuple(
+        Tile.of(x, Whole(kind.image, ground)) if kind.image is not None else x
+        for x, kind in zip(parts_of(value), kinds.tensors, strict=True)
+    )
+    return tensors if isinstance(value, tuple) else tensors[0]
 
 
 def parts_of(value: Value) -> tuple[Tensor, ...]:
@@ -119,6 +131,18 @@ class Route:
         if kind.image is not None and self._cuts:
             return dict(moves(kind.image, self.source.tiles, self.target.tiles))
         return {(self.contact(target), target): None for target in range(len(self.target.ranks))}
+
+    def payload(self, kinds: Kinds, rank: int, *, back: bool = False) -> int:
+        """Bytes of what a rank of the source sends or, `back`, a rank of the target, of the gradient."""
+        crew = self.target if back else self.source
+        if self.source == self.target or rank not in crew.ranks:
+            return 0
+        me, total = crew.ranks.index(rank), 0
+        for kind in kinds.tensors if not back else [each for each in kinds.tensors if each.has_gradient]:
+            for (source, target), boxes in self.parcels(kind).items():
+                if (target if back else source) == me:
+                    total += math.prod(_sizes(kind.shape, boxes and boxes[0])) * kind.dtype.itemsize
+        return total
 
     def shape(self, kind: Kind, crew: Crew, which: int) -> tuple[int, ...]:
         """Of what a rank of one of the crews has."""

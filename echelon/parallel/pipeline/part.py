@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from echelon.models.chain import Edge, Given, Linked, Value
-from echelon.parallel.pipeline.actions import BACKWARDS, Schedule
-from echelon.parallel.pipeline.mail import parts_of
+from echelon.parallel.pipeline.actions import BACKWARDS, Direction, Schedule
+from echelon.parallel.pipeline.crews import Crew, Crews, held, holders
+from echelon.parallel.pipeline.mail import Kinds, Route, kinds_of
 from echelon.parallel.pipeline.simulate import Costs, simulate
 from echelon.parallel.pipeline.statistics import norms_of
 
@@ -42,103 +43,116 @@ class Part:
     """
 
     def __init__(
-        self, whole: Linked, spans: Sequence[range] = (), schedule: Schedule | None = None, rank: int = 0
+        self,
+        whole: Linked,
+        spans: Sequence[range] = (),
+        schedule: Schedule | None = None,
+        rank: int = 0,
+        crews: Crews | None = None,
     ) -> None:
-        self._spans, self._schedule, self._rank = spans, schedule, rank
+        self.spans, self.schedule, self._rank = spans, schedule, rank
         if schedule is None:
             self.model, self.microbatches = whole, 1
             names = [name for name, _ in whole.named_parameters()]
             self.passes = [StagePasses(names, _attentions(whole), [*norms_of(whole).values()], True, True, 1)]
+            self.forwards: Counter[tuple[int, Direction]] = Counter([(0, "down")])
             self.reductions = self.updates = 1
             self.is_bidirectional = self.is_versioned = False
             self.holders = 1  # ranks of the pipeline that hold the same stages
             return
         self.model, self.microbatches = copy.deepcopy(whole), schedule.microbatches
-        self.model.keep([[spans[stage] for stage, _ in schedule.held(each)] for each in range(schedule.ranks)], rank)
-        kinds = Counter(action.kind for action in schedule.actions[rank])
-        self._forwards = Counter(
-            (action.stage, action.direction) for action in schedule.actions[rank] if action.kind == "forward"
+        self.crews = crews or Crews.alone(schedule.ranks)
+        self.model.keep(held(schedule, spans, self.crews), rank)
+        self._actions = self.crews.actions(schedule, rank)
+        kinds = Counter(action.kind for action in self._actions)
+        self.forwards = Counter(
+            (action.stage, action.direction) for action in self._actions if action.kind == "forward"
         )
-        self.passes = [self._passes(stage, count) for (stage, _), count in self._forwards.items()]
+        self.passes = [self._passes(stage, count) for (stage, _), count in self.forwards.items()]
         self.reductions = 1 if schedule.splits_backward else kinds["backward"]  # of gradients that are not kept whole
         self.updates = kinds["reduce"]
         self.is_bidirectional, self.is_versioned = schedule.is_bidirectional, schedule.is_versioned
-        self.holders = 2 if schedule.is_bidirectional and 2 * rank != schedule.ranks - 1 else 1
+        self.holders = max(len(holders(schedule, self.crews, stage)) for stage, _ in self.forwards)
 
-    def messages(self, whole: Linked, example: Given | None, dtype: torch.dtype) -> int:
-        """Bytes that the rank sends to other stages, for microbatches like the example."""
-        assert self._schedule is not None
-        if example is None:
-            raise ValueError("what a pipeline sends depends on its microbatches: give an example of one")
-        values = _edge_values(copy.deepcopy(whole).to(dtype).eval(), self._spans, _in_dtype(example, dtype))
-        stage_of = {link: stage for stage, span in enumerate(self._spans) for link in span}
+    def messages(self, kinds: Mapping[Edge, Kinds]) -> int:
+        """Bytes that the rank sends to other stages, where it is known what goes over each edge."""
+        assert self.schedule is not None
+        stage_of = {link: stage for stage, span in enumerate(self.spans) for link in span}
         total = 0
-        for (stage, direction), count in self._forwards.items():
-            into, out = whole.crossing(self._spans[stage])
-            for edge, link, back in [(edge, edge[1], False) for edge in out] + [(edge, edge[0], True) for edge in into]:
-                if self._schedule.rank_of(stage_of[link], direction) != self._rank:
-                    tensors = [x for x in parts_of(values[edge]) if x.requires_grad or not back]
-                    total += count * sum(x.numel() * x.element_size() for x in tensors)
+        for (stage, direction), count in self.forwards.items():
+            into, out = self.model.crossing(self.spans[stage])
+            for edge in (*into, *out):
+                source, target = (self.crews.crew(stage_of[link], direction) for link in edge)
+                total += count * Route(source, target).payload(kinds[edge], self._rank, back=edge in into)
         return total
 
     def statistics(self, element_size: int) -> int:
-        """Bytes that a rank of a bidirectional schedule tells its twin of what its batch normalisations have seen."""
-        if self.holders == 1:
+        """Bytes that a rank of a bidirectional schedule tells its twin of what its batch normalisations have seen, and
+        the twin's have not.
+        """
+        if not self.is_bidirectional:
             return 0
-        seen: int = sum(passes.count * norm.num_features for passes in self.passes for norm in passes.norms)
+        twin, seen = self.crews.ranks - 1 - self._rank, 0
+        for (stage, direction), passes in zip(self.forwards, self.passes, strict=True):
+            if twin not in self.crews.crew(stage, direction).ranks:
+                seen += passes.count * sum(norm.num_features for norm in passes.norms)
         return 2 * seen * element_size
 
     def in_flight(self) -> int:
         """Blocks whose activations are held at the most, each once for every microbatch under way."""
-        if self._schedule is None:
-            return len(self.passes[0].attentions)
-        blocks = {stage: len(passes.attentions) for (stage, _), passes in zip(self._forwards, self.passes, strict=True)}
-        held = most = 0
-        for action in self._schedule.actions[self._rank]:
+        return self.most([len(passes.attentions) for passes in self.passes])
+
+    def most(self, kept: Sequence[int]) -> int:
+        """The most that is held at a time, where each of `passes` keeps so much of a microbatch until its backward."""
+        if self.schedule is None:
+            return kept[0]
+        of_stage = dict(zip(self.forwards, kept, strict=True))
+        now = most = 0
+        for action in self._actions:
             if action.kind == "forward":
-                held += blocks[action.stage]
-                most = max(most, held)
+                now += of_stage[action.stage, action.direction]
+                most = max(most, now)
             elif action.kind in ("backward", "backward_weight"):
-                held -= blocks[action.stage]
+                now -= of_stage[action.stage, action.direction]
         return most
 
     def versions(self) -> int:
         """Copies of its weights at the most."""
-        if self._schedule is None or not self.is_versioned:
+        if self.schedule is None or not self.is_versioned:
             return 1
-        return simulate(self._schedule, Costs()).weights[self._rank]
+        return simulate(self.schedule, Costs()).weights[self._rank]
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether they are whole until the end of a step."""
-        return self._schedule is not None and (self._schedule.splits_backward or self.is_bidirectional)
+        return self.schedule is not None and (self.schedule.splits_backward or self.is_bidirectional)
 
     def gatherings(self, units: Iterable[str]) -> dict[str, int] | None:
         """How often stage 3 gathers each unit: a block for each of its passes, forward and backward; the rest stays
         whole from a pass on until a backward pass has ended.
         """
-        if self._schedule is None:
+        if self.schedule is None:
             return None
-        stages = {stage for stage, _ in self._forwards}
-        parts = {stage: [name for link in self._spans[stage] for name in self.model.parts(link)] for stage in stages}
+        stages = {stage for stage, _ in self.forwards}
+        parts = {stage: [name for link in self.spans[stage] for name in self.model.parts(link)] for stage in stages}
         found = {
             unit: 2
             * sum(
                 count
-                for (stage, _), count in self._forwards.items()
+                for (stage, _), count in self.forwards.items()
                 if any(_overlap(unit, name) for name in parts[stage])
             )
             for unit in units
         }
         rest, is_whole = 0, False
-        for action in self._schedule.actions[self._rank]:
+        for action in self._actions:
             if action.kind in ("forward", "backward", "backward_input"):
                 rest += not is_whole
                 is_whole = action.kind not in BACKWARDS
         return found | {"": rest}
 
     def _passes(self, stage: int, count: int) -> StagePasses:
-        of_stage = [name for link in self._spans[stage] for name in self.model.parts(link)]
+        of_stage = [name for link in self.spans[stage] for name in self.model.parts(link)]
         modules = dict(self.model.named_modules())
         parts = [modules[name] for name in of_stage if name in modules]
         return StagePasses(
@@ -146,21 +160,24 @@ class Part:
             [each for part in parts for each in _attentions(part)],
             [each for part in parts for each in norms_of(part).values()],
             stage == 0,
-            stage == len(self._spans) - 1,
+            stage == len(self.spans) - 1,
             count,
         )
 
 
-def _edge_values(chain: Linked, spans: Sequence[range], example: Given) -> dict[Edge, Value]:
-    """What goes from stage to stage."""
+def edge_kinds(whole: Linked, spans: Sequence[range], example: Given | None, dtype: torch.dtype) -> dict[Edge, Kinds]:
+    """What goes from stage to stage, of a model without tiles and without memory, for microbatches like the example."""
+    if example is None:
+        raise ValueError("what a pipeline sends depends on its microbatches: give an example of one")
+    chain, given = copy.deepcopy(whole).to(dtype).eval(), in_dtype(example, dtype)
     values: dict[Edge, Value] = {}
     for span in spans[:-1]:
         into, _ = chain.crossing(span)
-        values |= chain.compute(span, example, {edge: values[edge] for edge in into})
-    return values
+        values |= chain.compute(span, given, {edge: values[edge] for edge in into})
+    return {edge: kinds_of(value, Crew((0,)), is_tiled=False) for edge, value in values.items()}
 
 
-def _in_dtype(example: Given, dtype: torch.dtype) -> Given:
+def in_dtype(example: Given, dtype: torch.dtype) -> Given:
     def moved(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 

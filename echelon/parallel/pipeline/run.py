@@ -34,14 +34,24 @@ from echelon.parallel.optimizer import Optimizer
 from echelon.parallel.pieces import reducer_of
 from echelon.parallel.pipeline.actions import BACKWARDS, Action, Direction, Schedule
 from echelon.parallel.pipeline.crews import Crews
-from echelon.parallel.pipeline.mail import Kinds, Mail, Route, Signature, check_value, kinds_of, parts_of, signature
+from echelon.parallel.pipeline.mail import (
+    Kinds,
+    Mail,
+    Route,
+    Signature,
+    check_value,
+    kinds_of,
+    parts_of,
+    shown,
+    signature,
+)
 from echelon.parallel.pipeline.schedule import forward_only
 from echelon.parallel.pipeline.statistics import Replay, frozen, norms_of
 from echelon.parallel.pipeline.ties import Ties
 from echelon.parallel.pipeline.versions import Versions
 from echelon.parallel.pipeline.weight_gradients import split
 from echelon.parallel.spatial import cut_images, leaving
-from echelon.parallel.spatial.tiles import Ground, Tile, Whole, plain
+from echelon.parallel.spatial.tiles import Ground, plain
 
 Loss = Callable[[Any, int], Tensor]  # of what the last stage gives for a microbatch
 _Key = tuple[int, Direction, int]  # stage, direction, microbatch
@@ -184,7 +194,7 @@ class Pipeline:
         into, _ = self._crossing[action.stage]
         received = {edge: self._mail.take(edge, number, told, self._route(edge, action)) for edge in into}
         with self._timed(action), self._noted(number):
-            out = self._compute(action, {edge: self._shown(*each, action) for edge, each in received.items()})
+            out = self._compute(action, {edge: shown(*each, self._ground(action)) for edge, each in received.items()})
             flight = _Flight(received)
             if action.stage < self.schedule.stages - 1:
                 flight.out = {edge: self._told(edge, value, action) for edge, value in out.items()}
@@ -201,8 +211,8 @@ class Pipeline:
         training = self._loss is not None
         weights = self.versions.use(action.version) if self.versions is not None and training else None
         span, given = self._spans[action.stage], self._given[action.microbatch]
-        if action.stage == 0 and self._is_tiled(action):
-            given = cut_images(given, self._grounds[action.direction])
+        if action.stage == 0 and (ground := self._ground(action)) is not None:
+            given = cut_images(given, ground)
         if training and action.stage in self._recompute:
             contexts = partial(_contexts, self.model)
             return checkpoint(
@@ -286,29 +296,20 @@ class Pipeline:
         source, target = (self.crews.crew(self._stage_of[link], action.direction) for link in edge)
         return Route(source, target)
 
-    def _is_tiled(self, action: Action) -> bool:
-        return self.has_tiles(action.stage)
-
-    def _shown(self, value: Value, kinds: Kinds, action: Action) -> Value:
-        """What arrived, as the model takes it: tiles as tiles."""
-        if not self._is_tiled(action):
-            return value
-        ground = self._grounds[action.direction]
-        tensors = tuple(
-            Tile.of(x, Whole(kind.image, ground)) if kind.image is not None else x
-            for x, kind in zip(parts_of(value), kinds.tensors, strict=True)
-        )
-        return tensors if isinstance(value, tuple) else tensors[0]
+    def _ground(self, action: Action) -> Ground | None:
+        """Where a stage computes tiles, if it does."""
+        return self._grounds[action.direction] if self.has_tiles(action.stage) else None
 
     def _told(self, edge: Edge, value: Any, action: Action) -> tuple[Value, Kinds]:
         """What a stage gives, as plain tensors, and what these are."""
         check_value(value, edge)
-        kinds = kinds_of(value, self.crews.crew(action.stage, action.direction))
+        kinds = kinds_of(value, self.crews.crew(action.stage, action.direction), self.has_tiles(action.stage))
         return tuple(map(plain, value)) if isinstance(value, tuple) else plain(value), kinds
 
     def _given_out(self, out: Any, action: Action) -> Any:
         """What the model gives in the end."""
-        return leaving(out, self._grounds[action.direction]) if self._is_tiled(action) else out
+        ground = self._ground(action)
+        return out if ground is None else leaving(out, ground)
 
     def _make_replay(self) -> Replay:
         twin = self.crews.ranks - 1 - self.rank
