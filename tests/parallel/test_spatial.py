@@ -183,7 +183,9 @@ def test_layers(ranks: Any, layers: Any) -> None:
 
 
 class Cell(nn.Module):
-    """What models do between layers: sums, products, slices of channels and of the image, and channels put together."""
+    """What models do between layers: sums, products, slices of channels and of the image, channels put together, and
+    what is to have no gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +198,7 @@ class Cell(nn.Module):
         shifted = F.relu(self.right(x[:, :, 1:, 1:]), inplace=True)
         joined = torch.cat([first, 2 - second, F.pad(shifted, (0, 1, 1, 0))], 1)
         joined += 0.5
-        return torch.cat([joined[:, :4] * gate, -joined[:, 4:]], 1)
+        return torch.cat([joined[:, :4] * gate, -joined[:, 4:] * joined[:, 4:].detach()], 1)
 
 
 OTHERS: dict[str, Any] = {
