@@ -7,7 +7,8 @@ all ranks of all tiles, and each stage a crew of them (pipeline/crews.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,16 +60,26 @@ def seat(layout: Layout, rank: int, direction: Direction) -> tuple[Crew, int]:
     return crew, crew.ranks.index(inside)
 
 
-def ground_of(model: Any, runner: Pipeline | None, microbatch: int, *, is_segmented: bool) -> Ground | None:
-    """Where the images of a microbatch are cut into tiles, of which this rank needs its own alone; None where it is
-    given whole ones: in a pipeline with a target for each pixel, since the last stage may need all of them.
+@dataclass(frozen=True)
+class Needs:
+    """What a rank needs of a microbatch: all of its images, a tile of each on a ground, or none; and of targets of each
+    pixel all, or those of the tile.
     """
+
+    images: bool = True
+    ground: Ground | None = None
+    whole_targets: bool = False
+
+
+def needs_of(model: Any, runner: Pipeline | None, microbatch: int) -> Needs:
+    """In a pipeline the first stage takes images, and the last one targets, of which it may need all."""
+    grounds: Mapping[Direction, Ground] = getattr(model, "grounds", {})
     if runner is None:
-        return getattr(model, "grounds", {}).get("down")
+        return Needs(ground=grounds.get("down"))
     direction = runner.schedule.direction_of(microbatch)
-    first = runner.crews.crew(0, direction)
-    is_first = runner.rank in first.ranks and not is_segmented
-    return getattr(model, "grounds", {}).get(direction) if is_first and runner.has_tiles(0) else None
+    if runner.rank not in runner.crews.crew(0, direction).ranks:
+        return Needs(images=False, whole_targets=True)
+    return Needs(ground=grounds[direction] if runner.has_tiles(0) else None, whole_targets=True)
 
 
 def mesh_of_mine(grid: Grid, groups: Sequence[Sequence[int]], name: str) -> DeviceMesh | None:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.models.presets import is_causal, segments
+from echelon.models.presets import is_causal
 from echelon.parallel.apply import pipeline, summed_over
 from echelon.parallel.average import average, average_buffers
-from echelon.parallel.tiling import ground_of
+from echelon.parallel.tiling import needs_of
 from echelon.train.build import build_model, choose_device, in_dtype, join_world, limit_waiting
 from echelon.train.checkpoint import Checkpoints
 from echelon.train.checks import check, check_files, meta_model, micro_batch, passes
@@ -71,7 +71,7 @@ class Trainer:
             "kind": config.strategies.sequence,
             "causal": is_causal(config.architecture),
             "device": self.device,
-            "ground_of": partial(ground_of, self.model, runner, is_segmented=segments(config.architecture)),
+            "needs_of": partial(needs_of, self.model, runner),
         }
         order = Order(len(sources.train), config.train.seed)
         self.loader = Loader(

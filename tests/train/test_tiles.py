@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from echelon.train.config import ConfigError, dump, parse
+from echelon.train.data import large
 from echelon.train.data.pathology import write_set
 from echelon.train.loop import Trainer
 from tests.launch.jobs import echelon
@@ -93,6 +94,30 @@ def test_every_layout_is_the_same_run(ranks: Any, runs: Any, tmp_path: Path, kin
     given, alone = runs[kind]
     ranks(4, whole, tables(*given, **LAYOUTS[layout]), str(tmp_path))
     equal(tmp_path, alone)
+
+
+def opens(given: dict[str, Any], folder: str) -> int:
+    """How many files a rank opens in a run."""
+    opened, count = large.opened, 0
+
+    def counted(path: Path) -> Any:
+        nonlocal count
+        count += 1
+        return opened(path)
+
+    large.opened = counted
+    try:
+        whole(given, folder)
+    finally:
+        large.opened = opened
+    return count
+
+
+def test_who_has_not_the_first_stage_reads_no_images(ranks: Any, runs: Any, tmp_path: Path) -> None:
+    given, _ = runs["resnet"]
+    *firsts, last = ranks(4, opens, tables(*given, **LAYOUTS["SP+PP"]), str(tmp_path))
+    assert min(firsts) >= STEPS * 4
+    assert last == 0
 
 
 def test_without_files(ranks: Any, runs: Any, tmp_path: Path) -> None:

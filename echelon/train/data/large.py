@@ -27,12 +27,11 @@ from echelon.parallel.spatial.cut import bounds
 from echelon.train.data import chance, images
 from echelon.train.data.errors import DataError
 from echelon.train.data.images import Image
+from echelon.train.data.source import WHOLE, Tile
 from echelon.train.data.tiff import tifffile
 
 Numbers = NDArray[np.int64]
 Pixels = NDArray[np.uint8]
-Tile = tuple[tuple[int, int], tuple[int, int]]  # which of how many, along rows and along columns
-WHOLE: Tile = ((0, 1), (0, 1))
 SUFFIXES = {".png", ".tif", ".tiff"}
 _NOT_COUNTED = 255  # in a mask
 _SAMPLES = range(1, 5)  # of a pixel: grey or RGB, with or without opacity
@@ -84,11 +83,16 @@ class LargeImages:
     def __len__(self) -> int:
         return len(self.images)
 
-    def batch(self, numbers: Numbers, epochs: Numbers, tile: Tile = WHOLE) -> dict[str, Tensor]:
-        """A tile of each window. With masks the targets are those of the same pixels."""
-        rows, columns = (bounds(self.side, count)[which] for which, count in tile)
-        images_BCHW = torch.empty(len(numbers), self.channels, len(rows), len(columns))
-        targets_BHW = torch.empty(len(numbers), len(rows), len(columns), dtype=torch.int64)
+    def batch(
+        self, numbers: Numbers, epochs: Numbers, tile: Tile | None = WHOLE, of_targets: Tile = WHOLE
+    ) -> dict[str, Tensor]:
+        """A tile of each window, or none; with masks also their classes, of a tile of their own."""
+        of_images, of_masks = (
+            [bounds(self.side, count)[n] for n, count in each] for each in (tile or WHOLE, of_targets)
+        )
+        shape = len(numbers), self.channels, *map(len, of_images)
+        images_BCHW = torch.empty(shape, device=None if tile else "meta")
+        targets_BHW = torch.empty(len(numbers), *map(len, of_masks), dtype=torch.int64)
 
         def read(place: int) -> None:
             path = self.images[numbers[place]].path
@@ -97,13 +101,14 @@ class LargeImages:
                     raise DataError(f"{path} has a palette of colours: save it as RGB")
                 size = picture.size
                 window = self._window(path, size, int(numbers[place]), int(epochs[place]))
-                pixels_HWC = _converted(window.read(picture, rows, columns), self.channels)
-            _normalise(pixels_HWC, images_BCHW[place])
+                if tile:
+                    _normalise(_converted(window.read(picture, *of_images), self.channels), images_BCHW[place])
             if self.masks is not None:
-                targets_HW = self._targets(self.masks[path], size, window, rows, columns)
+                targets_HW = self._targets(self.masks[path], size, window, *of_masks)
                 targets_BHW[place] = torch.from_numpy(targets_HW)
 
-        list(images.threads().map(read, range(len(numbers))))
+        if tile or self.masks is not None:
+            list(images.threads().map(read, range(len(numbers))))
         if self.masks is not None:
             return {"images_BCHW": images_BCHW, "targets_BHW": targets_BHW}
         return {

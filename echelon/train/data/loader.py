@@ -21,9 +21,10 @@ from echelon.parallel import batch as batches
 from echelon.parallel import sequence
 from echelon.parallel.layout import Grid
 from echelon.parallel.loss import IGNORED
-from echelon.parallel.spatial.tiles import Ground, Tile, Whole
+from echelon.parallel.spatial.tiles import Tile, Whole
+from echelon.parallel.tiling import Needs
 from echelon.train.data.order import Order
-from echelon.train.data.source import Source, TiledSource
+from echelon.train.data.source import WHOLE, Source, TiledSource
 
 Pass = dict[str, Tensor]
 
@@ -51,12 +52,10 @@ class Loader:
         kind: sequence.Kind = "ring",
         causal: bool = True,
         device: str | torch.device = "cpu",
-        ground_of: Callable[[int], Ground | None] = lambda _: None,
+        needs_of: Callable[[int], Needs] = lambda _: Needs(),
     ) -> None:
-        """`ground_of` a pass says where its images are cut into tiles, of which this rank needs its own alone: a source
-        that can reads no more.
-        """
-        self._ground_of = ground_of
+        """`needs_of` a pass says what this rank needs of its images: a source that can reads no more."""
+        self._needs_of = needs_of
         self._source, self._order, self._grid, self._batch = source, order, grid, batch
         self._kind, self._causal = kind, causal
         self._device = torch.empty(0, device=device).device  # with the GPU's number
@@ -98,7 +97,7 @@ class Loader:
             given = self._samples(place + np.asarray(mine), self._tile(number)) | {"samples_B": torch.tensor(mine)}
             given |= batches.sequences(given, self._grid, kind=self._kind, causal=self._causal)
             if self._device.type == "cuda":
-                given = {name: tensor.contiguous().pin_memory() for name, tensor in given.items()}
+                given = {name: x if x.is_meta else x.contiguous().pin_memory() for name, x in given.items()}
             passes.append(given)
         return passes
 
@@ -114,20 +113,22 @@ class Loader:
 
     def _tile(self, number: int) -> dict[str, Any]:
         """Which tile of a pass's images to read, of a source that can."""
-        ground = self._ground_of(number)
-        if ground is None or not reads_tiles(self._source):
+        needs = self._needs_of(number)
+        if not reads_tiles(self._source):
             return {}
-        return {"tile": tuple((0, 1) if group is None else (group.rank(), group.size()) for group in ground.groups)}
+        groups: Any = needs.ground.groups if needs.ground is not None else (None, None)
+        tile = tuple((0, 1) if group is None else (group.rank(), group.size()) for group in groups)
+        return {"tile": tile if needs.images else None, "of_targets": WHOLE if needs.whole_targets else tile}
 
     def _on_ground(self, number: int, given: Pass) -> Pass:
-        if not self._tile(number):
+        ground = self._needs_of(number).ground
+        if ground is None or not reads_tiles(self._source):
             return given
-        ground, source = self._ground_of(number), cast(TiledSource, self._source)
-        assert ground is not None
-        return given | {"images_BCHW": Tile.of(given["images_BCHW"], Whole((source.side, source.side), ground))}
+        side = cast(TiledSource, self._source).side
+        return given | {"images_BCHW": Tile.of(given["images_BCHW"], Whole((side, side), ground))}
 
     def _move(self, given: Pass) -> Pass:
-        moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in given.items()}
+        moved = {name: x if x.is_meta else x.to(self._device, non_blocking=True) for name, x in given.items()}
         if "positions_S" in given:
             moved["positions_S"] = self._positions(len(given["positions_S"]))
         return moved

@@ -22,8 +22,14 @@ class Source(Protocol):
         ...
 
 
+Tile = tuple[tuple[int, int], tuple[int, int]]  # which of how many along rows, and the same along columns
+WHOLE: Tile = ((0, 1), (0, 1))
+
+
 class TiledSource(Source, Protocol):
-    """One whose images can be read by tile: `((which, of how many) along rows, the same along columns)`."""
+    """One whose images can be read by tile. Without a tile no pixels are read, and the images are there by their shape
+    alone, on the meta device. Targets of each pixel are those of the tile `of_targets`.
+    """
 
     side: int
 
@@ -31,7 +37,8 @@ class TiledSource(Source, Protocol):
         self,
         numbers: NDArray[np.int64],
         epochs: NDArray[np.int64],
-        tile: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (0, 1)),
+        tile: Tile | None = WHOLE,
+        of_targets: Tile = WHOLE,
     ) -> dict[str, Tensor]: ...
 
 

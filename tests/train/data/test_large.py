@@ -21,8 +21,9 @@ from echelon.train.data import images, large
 from echelon.train.data.command import data_app
 from echelon.train.data.errors import DataError
 from echelon.train.data.images import Image, find_classes
-from echelon.train.data.large import LargeImages, Tile, find_large_images, find_masks
+from echelon.train.data.large import LargeImages, find_large_images, find_masks
 from echelon.train.data.pathology import Kind, Slide, painted_bytes, write_set
+from echelon.train.data.source import WHOLE, Tile
 
 pytest.importorskip("PIL")
 tifffile: Any = pytest.importorskip("tifffile")
@@ -73,7 +74,7 @@ def put_together(source: LargeImages, name: str, epoch: int, down: int, across: 
     rows = []
     for i in range(down):
         tiles: list[Tile] = [((i, down), (j, across)) for j in range(across)]
-        rows.append(torch.cat([source.batch(ZERO, np.array([epoch]), tile)[name] for tile in tiles], -1))
+        rows.append(torch.cat([source.batch(ZERO, np.array([epoch]), tile, tile)[name] for tile in tiles], -1))
     return torch.cat(rows, -2)
 
 
@@ -183,14 +184,18 @@ def test_masks_go_with_their_images(tmp_path: Path) -> None:
     masks = find_masks(tmp_path)
     for seed in (None, 0):
         source = LargeImages([Image(path, 0) for path in masks], 50, 3, seed, masks, 5)
-        for tile in (large.WHOLE, ((1, 2), (2, 3))):
-            given = source.batch(np.tile(np.arange(3), 3), np.repeat(np.arange(3), 3), tile)
+        for tile in (WHOLE, ((1, 2), (2, 3))):
+            given = source.batch(np.tile(np.arange(3), 3), np.repeat(np.arange(3), 3), tile, tile)
             targets_BHW = given["targets_BHW"]
             assert targets_BHW.dtype == torch.int64
             assert targets_BHW.shape == given["images_BCHW"][:, 0].shape
             seen = np.stack([unnormalised(image) for image in given["images_BCHW"]])[..., 0].astype(int)
             assert (np.where(seen == 255, IGNORED, seen) == targets_BHW.numpy()).all()
+        without = source.batch(ZERO, ZERO + 1, None)
+        assert without["images_BCHW"].is_meta
+        assert without["images_BCHW"].shape == (1, 3, 50, 50)
         whole = source.batch(ZERO, ZERO + 1)["targets_BHW"]
+        assert torch.equal(without["targets_BHW"], whole)
         assert torch.equal(put_together(source, "targets_BHW", 1, 3, 2), whole)
 
 
