@@ -50,7 +50,7 @@ class Part:
         rank: int = 0,
         crews: Crews | None = None,
     ) -> None:
-        self.spans, self.schedule, self._rank = spans, schedule, rank
+        self.spans, self._schedule, self._rank = spans, schedule, rank
         if schedule is None:
             self.model, self.microbatches = whole, 1
             names = [name for name, _ in whole.named_parameters()]
@@ -76,7 +76,7 @@ class Part:
 
     def messages(self, kinds: Mapping[Edge, Kinds]) -> int:
         """Bytes that the rank sends to other stages, where it is known what goes over each edge."""
-        assert self.schedule is not None
+        assert self._schedule is not None
         stage_of = {link: stage for stage, span in enumerate(self.spans) for link in span}
         total = 0
         for (stage, direction), count in self.forwards.items():
@@ -104,7 +104,7 @@ class Part:
 
     def most(self, kept: Sequence[int]) -> int:
         """The most that is held at a time, where each of `passes` keeps so much of a microbatch until its backward."""
-        if self.schedule is None:
+        if self._schedule is None:
             return kept[0]
         of_stage = dict(zip(self.forwards, kept, strict=True))
         now = most = 0
@@ -118,20 +118,20 @@ class Part:
 
     def versions(self) -> int:
         """Copies of its weights at the most."""
-        if self.schedule is None or not self.is_versioned:
+        if self._schedule is None or not self.is_versioned:
             return 1
-        return simulate(self.schedule, Costs()).weights[self._rank]
+        return simulate(self._schedule, Costs()).weights[self._rank]
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether they are whole until the end of a step."""
-        return self.schedule is not None and (self.schedule.splits_backward or self.is_bidirectional)
+        return self._schedule is not None and (self._schedule.splits_backward or self.is_bidirectional)
 
     def gatherings(self, units: Iterable[str]) -> dict[str, int] | None:
         """How often stage 3 gathers each unit: a block for each of its passes, forward and backward; the rest stays
         whole from a pass on until a backward pass has ended.
         """
-        if self.schedule is None:
+        if self._schedule is None:
             return None
         stages = {stage for stage, _ in self.forwards}
         parts = {stage: [name for link in self.spans[stage] for name in self.model.parts(link)] for stage in stages}

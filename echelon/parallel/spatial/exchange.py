@@ -35,6 +35,9 @@ def fetch(x: Tensor, dim: int, length: int, wanted: Wanted, group: dist.ProcessG
 def began(
     x: Tensor, dim: int, length: int, wanted: Wanted, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, _Journey]:
+    """What was given, a token for `arrived`, and the journey. Of what was given one computation may be made, by an
+    operation whose gradient is new: in the backward pass what others learned is added up in it, without a copy.
+    """
     journey = _Journey(dim, length, wanted, group)
     kept, token = _Began.apply(x, journey)
     return kept, token, journey
@@ -134,7 +137,7 @@ class _Began(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
         journey: _Journey = ctx.journey
-        grad = grad.clone(memory_format=torch.contiguous_format)
+        grad = grad.contiguous()  # and nobody else's: see `began`
         if not journey.is_returning:  # nothing had come, so there was nothing to be learned about it
             journey.send_back(None, grad)
         for other, slab in journey.receive().items():
