@@ -19,7 +19,7 @@ from echelon.comm.torch_compat import mesh_of, stay_out_of
 from echelon.parallel import batchnorm, spatial
 from echelon.parallel.layout import Grid, Layout
 from echelon.parallel.pipeline.actions import Direction
-from echelon.parallel.pipeline.crews import Crew, Crews
+from echelon.parallel.pipeline.crews import Crews
 from echelon.parallel.pipeline.run import Pipeline
 from echelon.parallel.spatial.tiles import Ground
 
@@ -52,12 +52,11 @@ def crews_of(layout: Layout) -> Crews:
     return _tiles_of(layout)
 
 
-def seat(layout: Layout, rank: int, direction: Direction) -> tuple[Crew, int]:
-    """Those who share images with a rank that goes a way, and which of them it is."""
+def seat(layout: Layout, rank: int, direction: Direction) -> int:
+    """Which of its stage's tiles a rank has that goes a way."""
     crews = _tiles_of(layout)
     inside = next(ranks.tolist().index(rank) for ranks in _wholes(layout) if rank in ranks)
-    crew = crews.crew(crews.place(inside, direction), direction)
-    return crew, crew.ranks.index(inside)
+    return crews.crew(crews.place(inside, direction), direction).ranks.index(inside)
 
 
 @dataclass(frozen=True)

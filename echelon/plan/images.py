@@ -74,16 +74,14 @@ class Images:
 
     def passes(self, rank: int, part: Part) -> Passes:
         """Of a rank, which has this part of the model."""
-        found: dict[Key, _Pass] = {}
-        kinds: dict[Edge, Kinds] = {}
         if self._layout.depth == 1:
-            found[0, "down"] = self._whole(seat(self._layout, rank, "down")[1])
-        for stage, direction in part.forwards if self._layout.depth > 1 else ():
-            found[stage, direction] = self._stage(stage, self._seat(rank, stage, direction, part), part)
-        if self._layout.depth > 1:
-            (_, direction), *_ = part.forwards
-            for stage in range(len(part.spans) - 1):
-                kinds |= self._stage(stage, self._seat(rank, stage, direction, part), part, back=False).gives
+            alone = self._whole(seat(self._layout, rank, "down"))
+            return Passes({(0, "down"): alone.sent}, {(0, "down"): alone.kept}, {})
+        found = {key: self._stage(key[0], self._seat(rank, *key, part), part) for key in part.forwards}
+        (_, direction), *_ = part.forwards
+        kinds: dict[Edge, Kinds] = {}
+        for stage in range(len(part.spans) - 1):
+            kinds |= self._stage(stage, self._seat(rank, stage, direction, part), part, back=False).gives
         sent, kept = ({key: getattr(each, name) for key, each in found.items()} for name in ("sent", "kept"))
         return Passes(sent, kept, kinds)
 
@@ -92,7 +90,7 @@ class Images:
         else it has a pipeline of its own tile.
         """
         if part.crews.ranks == len(part.crews.tiles):
-            return seat(self._layout, rank, direction)[1]
+            return seat(self._layout, rank, direction)
         inside, crew = self._layout.group("pp", rank).index(rank), part.crews.crew(stage, direction)
         return crew.ranks.index(inside) if inside in crew.ranks else 0
 
@@ -105,7 +103,7 @@ class Images:
                     given = self._given if ground is None else spatial.cut_images(self._given, ground)
                     out = self._model(**given) if isinstance(given, Mapping) else self._model(*given)
                     out = out if ground is None else spatial.leaving(out, ground)
-                out.backward()
+                out.backward(torch.empty_like(out))
             self._passes[0, which, True] = _Pass(sent, sum(kept.values()), {})
         return self._passes[0, which, True]
 
