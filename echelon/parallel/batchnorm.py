@@ -96,15 +96,15 @@ def normalize(
     return out, mean_C, squares_C / (count - 1)
 
 
-def _statistics(x_BC: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and sum of squared deviations of each channel over all ranks, and how many values there are, in fp64."""
-    x_BC = x_BC.to(torch.promote_types(x_BC.dtype, torch.float32))
-    channels, dims = x_BC.shape[1], _all_but_channel(x_BC)
-    count = x_BC.numel() // channels if channels else 0
-    own = x_BC.new_zeros(2 * channels + 1)
+    x = _wide(x)
+    channels = x.shape[1]
+    count = x.numel() // channels if channels else 0
+    own = x.new_zeros(2 * channels + 1)
     own[0] = count
-    if count:
-        variance_C, mean_C = torch.var_mean(x_BC, dims, correction=0)
+    if count and not x.is_meta:  # not var_mean, which takes several times as long
+        mean_C, variance_C = torch.batch_norm_update_stats(x, None, None, 0.0)
         own[1:] = torch.cat([mean_C, variance_C * count])
     everyone = own.new_empty(group.size() * len(own))
     newest("all_gather_single", "all_gather_into_tensor")(everyone, own, group)
@@ -118,7 +118,10 @@ def _statistics(x_BC: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor,
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) · scale · weight + bias, where mean and scale depend on the x of all ranks."""
+    """(x - mean) · scale · weight + bias, where mean and scale depend on the x of all ranks.
+
+    Images are large: each pass makes one tensor of their size, and changes that.
+    """
 
     @staticmethod
     def forward(
@@ -133,39 +136,47 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight_C, mean_C, scale_C, count)
         ctx.group = group
-        out = _normalized(x, mean_C, scale_C)
-        if weight_C is not None:
-            out *= _of_channels(weight_C, x)
+        wide = _wide(x)
+        out = wide - _of_channels(mean_C, wide)
+        out *= _of_channels(scale_C if weight_C is None else scale_C * weight_C, wide)
         if bias_C is not None:
-            out += _of_channels(bias_C, x)
+            out += _of_channels(bias_C, wide)
         return out.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_C, mean_C, scale_C, count = ctx.saved_tensors
-        normal = _normalized(x, mean_C, scale_C)
-        grad = grad.to(normal.dtype)
-        sums_2C = torch.stack([(grad * normal).sum(_all_but_channel(x)), grad.sum(_all_but_channel(x))])
+        wide, grad = _wide(x), _wide(grad)
+        sums_2C = _sums(grad, wide, mean_C.to(wide), scale_C.to(wide))
         own_2C = zip(sums_2C.clone(), ctx.needs_input_grad[1:3], strict=True)
         of_weight, of_bias = (own_C if needed else None for own_C, needed in own_2C)
         dist.all_reduce(sums_2C, group=ctx.group)
         along_C, mean_grad_C = sums_2C / count
-        of_x = grad - _of_channels(mean_grad_C, x) - normal * _of_channels(along_C, x)
-        of_x *= _of_channels(scale_C if weight_C is None else scale_C * weight_C, x)
+        # of_x is (grad - mean_grad - normal · along) · scale · weight, in which normal is (x - mean) · scale.
+        of_x = wide - _of_channels(mean_C, wide)
+        of_x *= _of_channels(scale_C * along_C, wide)
+        of_x += _of_channels(mean_grad_C, wide)
+        torch.sub(grad, of_x, out=of_x)
+        of_x *= _of_channels(scale_C if weight_C is None else scale_C * weight_C, wide)
         return of_x.to(x.dtype), of_weight, of_bias, None, None, None, None
 
 
-def _normalized(x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (x - _of_channels(mean_C, x)) * _of_channels(scale_C, x)
+def _sums(grad: Tensor, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
+    """Over each channel: of grad · (x - mean) · scale, and of grad."""
+    if not x.numel():
+        return x.new_zeros(2, len(mean_C))
+    both_C = torch.ops.aten.native_batch_norm_backward(
+        grad, x, None, None, None, mean_C, scale_C, True, 0.0, [False, True, True]
+    )[1:]
+    return torch.stack(both_C)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32 at the least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _of_channels(values_C: Tensor, x: Tensor) -> Tensor:
-    """In x's dtype or fp32, and in a shape that broadcasts over x."""
-    values_C = values_C.to(torch.promote_types(x.dtype, torch.float32))
-    return values_C.view(-1, *(1 for _ in range(x.dim() - 2)))
-
-
-def _all_but_channel(x: Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
+    """In x's dtype, and in a shape that broadcasts over x."""
+    return values_C.to(x.dtype).view(-1, *(1 for _ in range(x.dim() - 2)))

@@ -418,13 +418,13 @@ def test_parcels_bring_what_is_wanted(data: st.DataObject) -> None:
     ranges = st.builds(lambda pair: range(min(pair), max(*pair, min(pair) + 1)), ends)
     wanted = tuple(tuple(data.draw(st.lists(ranges, max_size=3))) for _ in range(tiles))
     held = bounds(length, tiles)
-    got = [[-1] * sum(map(len, pieces)) for pieces in wanted]
+    got = [[[-1] * len(piece) for piece in pieces] for pieces in wanted]
     for (source, target), each in parcels(length, wanted).items():
         for parcel in each:
             for row in range(parcel.count):
-                assert got[target][parcel.place + row] == -1, "nothing comes twice"
-                got[target][parcel.place + row] = held[source][parcel.start + row]
-    assert got == [[row for piece in pieces for row in piece] for pieces in wanted]
+                assert got[target][parcel.piece][parcel.place + row] == -1, "nothing comes twice"
+                got[target][parcel.piece][parcel.place + row] = held[source][parcel.start + row]
+    assert got == [[list(piece) for piece in pieces] for pieces in wanted]
 
 
 def test_the_example() -> None:

@@ -68,31 +68,30 @@ def beyond(rows: range, length: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Parcel:
-    """Rows that one tile sends to another: from which of its rows on, how many, and where they go."""
+    """Rows that one tile sends to another: from which of its rows on, how many, and where they go: into which of the
+    ranges that the other wants, and from which row of that on.
+    """
 
     start: int
     count: int
+    piece: int
     place: int
 
 
 @cache
 def parcels(length: int, wanted: tuple[tuple[range, ...], ...]) -> dict[tuple[int, int], list[Parcel]]:
-    """What goes from which tile to which (also to itself), so that each gets the rows that it wants, one range behind
-    the other.
-    """
+    """What goes from which tile to which (also to itself), so that each gets the ranges of rows that it wants."""
     held = bounds(length, len(wanted))
     found: dict[tuple[int, int], list[Parcel]] = {}
     for target, pieces in enumerate(wanted):
-        place = 0
-        for piece in pieces:
+        for number, piece in enumerate(pieces):
             if piece and not 0 <= piece.start < piece.stop <= length:
                 raise ValueError(f"rows {piece.start} to {piece.stop} of {length} were asked for")
             for source, has in enumerate(held):
                 low, high = max(piece.start, has.start), min(piece.stop, has.stop)
                 if low < high:
-                    parcel = Parcel(low - has.start, high - low, place + low - piece.start)
+                    parcel = Parcel(low - has.start, high - low, number, low - piece.start)
                     found.setdefault((source, target), []).append(parcel)
-            place += len(piece)
     return found
 
 

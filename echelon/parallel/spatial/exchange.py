@@ -12,6 +12,7 @@ them (`summed`). At the end all have the same result and the same gradient of it
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from echelon.parallel.spatial.cut import Parcel, bounds, parcels, rows
+from echelon.parallel.spatial.cut import Parcel, bounds, parcels
 
-Wanted = tuple[tuple[range, ...], ...]  # of each tile along the axis
+Wanted = tuple[tuple[range, ...], ...]  # ranges of rows, of each tile along the axis
 
 
 def fetch(x: Tensor, dim: int, length: int, wanted: Wanted, group: dist.ProcessGroup) -> Tensor:
@@ -29,7 +30,8 @@ def fetch(x: Tensor, dim: int, length: int, wanted: Wanted, group: dist.ProcessG
     held = bounds(length, len(wanted))
     if all(pieces == (has,) for pieces, has in zip(wanted, held, strict=True)):
         return x
-    return arrived(*began(x, dim, length, wanted, group))
+    pieces = arrived(*began(x, dim, length, wanted, group))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def began(
@@ -38,60 +40,54 @@ def began(
     """What was given, a token for `arrived`, and the journey. Of what was given one computation may be made, by an
     operation whose gradient is new: in the backward pass what others learned is added up in it, without a copy.
     """
-    journey = _Journey(dim, length, wanted, group)
+    journey = _Journey(x, dim, length, wanted, group)
     kept, token = _Began.apply(x, journey)
     return kept, token, journey
 
 
-def arrived(x: Tensor, token: Tensor, journey: _Journey) -> Tensor:
-    out: Tensor = _Arrived.apply(x, token, journey)
-    return out
+def arrived(x: Tensor, token: Tensor, journey: _Journey) -> tuple[Tensor, ...]:
+    """Each of the ranges that this rank wanted."""
+    pieces: tuple[Tensor, ...] = _Arrived.apply(x, token, journey)
+    return pieces
 
 
 class _Journey:
-    """The messages of one exchange, in both directions."""
+    """The messages of one exchange, in both directions: a message to each other tile, of all that it shall have."""
 
-    dtype: torch.dtype
-    device: torch.device
-
-    def __init__(self, dim: int, length: int, wanted: Wanted, group: dist.ProcessGroup) -> None:
-        self.dim, self.group = dim, group
+    def __init__(self, x: Tensor, dim: int, length: int, wanted: Wanted, group: dist.ProcessGroup) -> None:
+        self.dim, self.group, self.shape = dim, group, x.shape
         me, found = group.rank(), parcels(length, wanted)
         self.to = {target: each for (source, target), each in found.items() if source == me}
         self.of = {source: each for (source, target), each in found.items() if target == me}
-        self.wanted = rows(wanted[me])
+        self.wanted = wanted[me]
         self.is_returning = False
-        self.learned: Tensor | None = None  # about own rows, on the way back
+        self.learned: list[tuple[Tensor, Parcel]] = []  # about own rows, on the way back
+        self._like = x.new_empty(0)
         self._works: list[Any] = []
         self._received: dict[int, Tensor] = {}
 
     def send(self, x: Tensor) -> None:
         """Begin to give others what they want, and to receive what they have."""
-        self._begin(x, x.shape, self.to, self.of, by_place=False)
+        self._begin({other: [self._rows(x, each.start, each) for each in to] for other, to in self.to.items()}, self.of)
 
-    def send_back(self, grad: Tensor | None, like: Tensor) -> None:
+    def send_back(self, grads: Sequence[Tensor]) -> None:
         """The other way: what was learned about others' rows, if there are any, and what they learned about these."""
         self.is_returning = True
-        self._begin(grad, like.shape, self.of if grad is not None else {}, self.to, by_place=True)
+        slabs = {
+            other: [self._rows(grads[each.piece], each.place, each) for each in of]
+            for other, of in (self.of.items() if grads else ())
+        }
+        self.learned = [*zip(slabs[me], self.of[me], strict=True)] if (me := self.group.rank()) in slabs else []
+        self._begin(slabs, self.to)
 
-    def _begin(
-        self,
-        x: Tensor | None,
-        shape: torch.Size,
-        to: dict[int, list[Parcel]],
-        of: dict[int, list[Parcel]],
-        by_place: bool,
-    ) -> None:
+    def _begin(self, slabs: Mapping[int, list[Tensor]], of: Mapping[int, list[Parcel]]) -> None:
         me, operations = self.group.rank(), []
-        for other in sorted((to.keys() | of.keys()) - {me}):
-            if other in to:
-                assert x is not None
-                slab = torch.cat([self._slice(x, each, by_place) for each in to[other]], self.dim)
+        for other in sorted((slabs.keys() | of.keys()) - {me}):
+            if other in slabs:
+                slab = slabs[other][0].contiguous() if len(slabs[other]) == 1 else torch.cat(slabs[other], self.dim)
                 operations.append(dist.P2POp(dist.isend, slab, group=self.group, group_peer=other))
             if other in of:
-                count = sum(each.count for each in of[other])
-                expected = [*shape[: self.dim], count, *shape[self.dim + 1 :]]
-                self._received[other] = torch.empty(expected, dtype=self.dtype, device=self.device)
+                self._received[other] = self._new(sum(each.count for each in of[other]))
                 operations.append(dist.P2POp(dist.irecv, self._received[other], group=self.group, group_peer=other))
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
@@ -102,25 +98,48 @@ class _Journey:
         received, self._received, self._works = self._received, {}, []
         return received
 
-    def _slice(self, x: Tensor, parcel: Parcel, by_place: bool) -> Tensor:
-        return x.narrow(self.dim, parcel.place if by_place else parcel.start, parcel.count)
+    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What was wanted, put together. A message that is all of a piece is not copied."""
+        found: list[list[Tensor]] = [[] for _ in self.wanted]
+        received = self.receive()
+        for other, of in sorted(self.of.items()):  # who holds earlier rows comes first
+            if other not in received:
+                slabs: Sequence[Tensor] = [self._rows(x, each.start, each) for each in of]
+            elif len(of) == 1:
+                slabs = [received[other]]
+            else:
+                slabs = received[other].split([each.count for each in of], self.dim)
+            for slab, each in zip(slabs, of, strict=True):
+                found[each.piece].append(slab)
+        return tuple(self._piece(slabs) for slabs in found)
 
-    def put(self, out: Tensor, slab: Tensor, pieces: list[Parcel]) -> None:
-        at = 0
-        for each in pieces:
-            out.narrow(self.dim, each.place, each.count).copy_(slab.narrow(self.dim, at, each.count))
-            at += each.count
+    def _piece(self, slabs: list[Tensor]) -> Tensor:
+        if not slabs:
+            return self._new(0)
+        return slabs[0] if len(slabs) == 1 and not slabs[0]._is_view() else torch.cat(slabs, self.dim)
 
-    def add(self, out: Tensor, slab: Tensor, pieces: list[Parcel]) -> None:
-        at = 0
-        for each in pieces:
-            out.narrow(self.dim, each.start, each.count).add_(slab.narrow(self.dim, at, each.count))
-            at += each.count
+    def settle(self, grad: Tensor | None) -> Tensor:
+        """Add what was learned about own rows, here and elsewhere, to what is known otherwise."""
+        learned, self.learned, self.is_returning = self.learned, [], False  # a graph that is retained goes back again
+        if grad is not None:
+            grad = grad.contiguous()  # and nobody else's: see `began`
+        elif learned and learned[-1][1].count == self.shape[self.dim]:  # a copy is less than zeros and a sum
+            grad = learned.pop()[0].clone(memory_format=torch.contiguous_format)
+        else:
+            grad = self._new(self.shape[self.dim]).zero_()
+        for slab, each in learned:
+            self._rows(grad, each.start, each).add_(slab)
+        for other, slab in self.receive().items():
+            to = self.to[other]
+            for part, each in zip(slab.split([each.count for each in to], self.dim), to, strict=True):
+                self._rows(grad, each.start, each).add_(part)
+        return grad
 
-    def own(self, x: Tensor, back: bool) -> Tensor | None:
-        """What stays here."""
-        pieces = self.of.get(self.group.rank())
-        return None if pieces is None else torch.cat([self._slice(x, each, back) for each in pieces], self.dim)
+    def _rows(self, x: Tensor, start: int, parcel: Parcel) -> Tensor:
+        return x.narrow(self.dim, start, parcel.count)
+
+    def _new(self, count: int) -> Tensor:
+        return self._like.new_empty([*self.shape[: self.dim], count, *self.shape[self.dim + 1 :]])
 
 
 class _Began(torch.autograd.Function):
@@ -129,23 +148,17 @@ class _Began(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, journey: _Journey) -> tuple[Tensor, Tensor]:
         ctx.journey = journey
-        journey.dtype, journey.device = x.dtype, x.device
+        ctx.set_materialize_grads(False)
         journey.send(x)
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor, None]:
         journey: _Journey = ctx.journey
-        grad = grad.contiguous()  # and nobody else's: see `began`
         if not journey.is_returning:  # nothing had come, so there was nothing to be learned about it
-            journey.send_back(None, grad)
-        for other, slab in journey.receive().items():
-            journey.add(grad, slab, journey.to[other])
-        if journey.learned is not None:
-            journey.add(grad, journey.learned, journey.of[journey.group.rank()])
-        journey.is_returning, journey.learned = False, None  # a graph that is retained goes back again
-        return grad, None
+            journey.send_back([])
+        return journey.settle(grad), None
 
 
 class _Arrived(torch.autograd.Function):
@@ -154,24 +167,15 @@ class _Arrived(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, journey: _Journey) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor, journey: _Journey) -> tuple[Tensor, ...]:
         ctx.journey = journey
-        shape = list(x.shape)
-        shape[journey.dim] = journey.wanted
-        out, me = x.new_empty(shape), journey.group.rank()
-        if (own := journey.own(x, back=False)) is not None:
-            journey.put(out, own, journey.of[me])
-        for other, slab in journey.receive().items():
-            journey.put(out, slab, journey.of[other])
-        return out
+        return journey.pieces(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        journey: _Journey = ctx.journey
-        journey.send_back(grad, grad)
-        journey.learned = journey.own(grad, back=True)
-        return None, grad.new_empty(0), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        ctx.journey.send_back(grads)
+        return None, grads[0].new_empty(0), None
 
 
 class _Sum(torch.autograd.Function):

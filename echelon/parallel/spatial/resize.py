@@ -73,7 +73,7 @@ def _pieces(part: range, length: int, mode: str) -> tuple[range, ...]:
             found[-1] = range(found[-1].start, at + 1)
         else:
             found.append(range(at, at + 1))
-    return tuple(found)
+    return tuple(found) or (range(0),)
 
 
 @tiled(F.interpolate)

@@ -64,10 +64,9 @@ def slide(
     if top or bottom:
         here = wanted[0 if group is None else group.rank()]
         if journey is not None:
-            border = arrived(local, token, journey)
+            slabs = arrived(local, token, journey)
         else:  # all of it is here, or none is anywhere
-            border = torch.cat([local.narrow(dim, min(each.start, len(own)), len(each)) for each in here], dim)
-        slabs = border.split([len(each) for each in here], dim)
+            slabs = tuple(local.narrow(dim, min(each.start, len(own)), len(each)) for each in here)
         for outputs, slab in zip((top, bottom), slabs, strict=True):
             if outputs:
                 found[outputs] = computed(slab, outputs, beyond(window.sees(outputs), length))
