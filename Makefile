@@ -10,8 +10,8 @@ PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
 # What depends on the MPI library; the rest is the same over any (of short integers, `make test-all` makes sure).
 OF_MPI := $(addprefix tests/comm/test_,choose.py frameworks.py groups.py levels.py operations.py point_to_point.py random_programs.py soak.py watchdog.py work.py) \
 	$(addprefix tests/launch/test_,cluster.py launchers.py)
-# What mostly has one process.
-BESIDE := $(addprefix tests/,bench models plan serve trace tune)
+# As many of the rest, beside, as let both halves end at about the same time.
+BESIDE := $(addprefix tests/,models plan serve trace train)
 BESIDE_OUTPUT := $(VENV)/tests-beside.txt
 
 .PHONY: help setup train test test-ranks test-beside test-all conformance lint bench clean

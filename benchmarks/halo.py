@@ -1,9 +1,10 @@
 """The exchange of borders beside MPI alone: `python benchmarks/halo.py`.
 
 Images of 1024 × 1024 in 4 vertical parts, one a rank, of which each wants 3 columns of its neighbours. In turns, in one
-run: `spatial`'s exchange, forward and with a backward pass, which also packs the columns, and adds up what comes back;
-and a raw exchange of as many bytes by mpi4py, from and to buffers that are packed already. Medians, and the spread of
-rounds.
+run: `spatial`'s exchange, forward and with its backward pass, in which what others learned is added to the gradient of
+a tile; a raw exchange of as many bytes by mpi4py, from and to buffers that are packed already; and the same with what
+has to be done in any case, columns packed before and, for a backward pass, added up after it. Medians, and the spread
+of rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 RANKS, SIDE, HALO = 4, 1024, 3
 SHAPES = {"3 channels": 3, "64 channels": 64}
-ROUNDS, REPEATS = 9, 5
+ROUNDS, REPEATS = 15, 5
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def beside(channels: int) -> dict[str, Any]:
     from mpi4py import MPI
 
     from echelon.parallel.spatial.cut import bounds, within
-    from echelon.parallel.spatial.exchange import fetch
+    from echelon.parallel.spatial.exchange import arrived, began
 
     group, me = dist.group.WORLD, dist.get_rank()
     assert group is not None
@@ -76,35 +77,56 @@ def beside(channels: int) -> dict[str, Any]:
         (within(range(has.start - HALO, has.start), SIDE), within(range(has.stop, has.stop + HALO), SIDE))
         for has in held
     )
-    tile = torch.randn(1, channels, SIDE, len(held[me]))
+    tile = torch.randn(1, channels, SIDE, len(held[me]), requires_grad=True)
+    gradient = torch.randn_like(tile)
     neighbours = [each for each in (me - 1, me + 1) if 0 <= each < RANKS]
+    edges = [range(HALO) if each < me else range(len(held[me]) - HALO, len(held[me])) for each in neighbours]
     packed = [torch.zeros(1, channels, SIDE, HALO) for _ in neighbours]
     arriving = [torch.zeros(1, channels, SIDE, HALO) for _ in neighbours]
-    upstream = torch.ones(1, channels, SIDE, HALO * len(neighbours))
+    upstream = [torch.ones(1, channels, SIDE, len(each)) for each in wanted[me]]
 
     def forward() -> None:
-        fetch(tile, 3, SIDE, wanted, group)
+        with torch.no_grad():
+            arrived(*began(tile, 3, SIDE, wanted, group))
 
     def and_back() -> None:
-        fetch(tile.requires_grad_(), 3, SIDE, wanted, group).backward(upstream)
-        tile.grad = None
-        tile.requires_grad_(False)
+        kept, token, journey = began(tile, 3, SIDE, wanted, group)
+        torch.autograd.grad([kept, *arrived(kept, token, journey)], tile, [gradient, *upstream])
 
     def raw() -> None:
         requests = [MPI.COMM_WORLD.Irecv(x.numpy(), each) for x, each in zip(arriving, neighbours, strict=True)]
         requests += [MPI.COMM_WORLD.Isend(x.numpy(), each) for x, each in zip(packed, neighbours, strict=True)]
         MPI.Request.Waitall(requests)
 
-    ways: dict[str, Callable[[], None]] = {"forward": forward, "and back": and_back, "raw MPI": raw}
+    @torch.no_grad()
+    def raw_packing() -> None:
+        for x, edge in zip(packed, edges, strict=True):
+            x.copy_(tile.narrow(3, edge.start, HALO))
+        raw()
+
+    @torch.no_grad()
+    def raw_and_back() -> None:
+        raw_packing()
+        raw()
+        for x, edge in zip(arriving, edges, strict=True):
+            gradient.narrow(3, edge.start, HALO).add_(x)
+
+    ways: dict[str, Callable[[], None]] = {
+        "forward": forward,
+        "raw MPI": raw,
+        "raw MPI and packing": raw_packing,
+        "forward and back": and_back,
+        "raw MPI and packing, forward and back": raw_and_back,
+    }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
         for way, once in ways.items():
             once()
             dist.barrier()
-            began = time.perf_counter()
+            started = time.perf_counter()
             for _ in range(REPEATS):
                 once()
-            taken = torch.tensor((time.perf_counter() - began) / REPEATS)
+            taken = torch.tensor((time.perf_counter() - started) / REPEATS)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             times[way].append(taken.item())
     medians = {way: statistics.median(of) for way, of in times.items()}
@@ -113,7 +135,8 @@ def beside(channels: int) -> dict[str, Any]:
         "bytes to each neighbour": packed[0].nbytes,
         "µs": {way: of * 1e6 for way, of in medians.items()},
         "least and most, µs": spread,
-        "times raw MPI": {way: of / medians["raw MPI"] for way, of in medians.items()},
+        "forward, times": {way: medians["forward"] / medians[way] for way in ("raw MPI", "raw MPI and packing")},
+        "and back, times": medians["forward and back"] / medians["raw MPI and packing, forward and back"],
     }
 
 

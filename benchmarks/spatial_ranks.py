@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import math
 import resource
 import statistics
 import sys
@@ -26,7 +24,6 @@ from echelon.parallel.layout import Layout, Stage
 from echelon.parallel.pipeline.partition import cut, linked, times_of
 from echelon.parallel.spatial import exchange
 
-LIMIT = 3 * 2**30
 MICROBATCHES, ROUNDS = 8, 3
 
 
@@ -41,12 +38,12 @@ def given(side: int) -> dict[str, Tensor]:
     return {"images_BCHW": torch.randn(1, 3, side, side, generator=generator), "targets_B": torch.tensor([3])}
 
 
-def tiled(name: str, sp: Any = 4) -> Any:
-    layout = Layout(sp=sp) if dist.get_world_size() == 4 else Layout()
-    return parallelize(model_of(name), layout.build(), Strategies())
+def tiled(name: str, sp: Any = None) -> Any:
+    """Rows, one a rank, unless it is said otherwise."""
+    return parallelize(model_of(name), Layout(sp=sp or dist.get_world_size()).build(), Strategies())
 
 
-def memory(name: str, side: int, sp: Any = 4) -> dict[str, Any]:
+def memory(name: str, side: int, sp: Any = None) -> dict[str, Any]:
     model, batch = tiled(name, sp), given(side)
     kept = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -62,32 +59,6 @@ def memory(name: str, side: int, sp: Any = 4) -> dict[str, Any]:
         loss = model(**batch)
     loss.backward()
     return {"saved": sum(saved.values()), "peak": peak() - before}
-
-
-def largest(name: str, _: int) -> dict[str, Any]:
-    """From a little less than what a small one promises, in steps of 64 pixels until it is too much anywhere, and then
-    in ever smaller ones, down to 8.
-    """
-    model, before = tiled(name), resident()
-
-    def used(side: int) -> int:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        model(**given(side)).backward()
-        model.zero_grad()
-        gc.collect()
-        most = torch.tensor(peak() - before)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
-
-    side = int(0.85 * 768 * math.sqrt(LIMIT / used(768))) // 64 * 64
-    assert used(side) <= LIMIT
-    step = 64
-    while step >= 8:
-        if used(side + step) <= LIMIT:
-            side += step
-        else:
-            step //= 2
-    return {"side": side}
 
 
 def halo(name: str, side: int) -> dict[str, Any]:
@@ -171,7 +142,7 @@ def main() -> None:
     if part in ("sp+pp", "pp"):
         found = pipelined(name, side, tiles=part == "sp+pp")
     else:
-        ways = {"memory": memory, "memory of 2 × 2": partial(memory, sp=(2, 2)), "halo": halo, "largest": largest}
+        ways = {"memory": memory, "memory of 2 × 2": partial(memory, sp=(2, 2)), "halo": halo}
         found = ways[part](name, side)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -180,9 +180,9 @@ MOVING = (
 )
 
 
-def check(name: str, dtype: str, asynchronous: bool, subgroup: bool, op: str = "SUM", device: str = "cpu") -> None:
-    members = SUBGROUP if subgroup else list(range(RANKS))
-    group = dist.new_group(members) if subgroup else None
+def check(
+    name: str, dtype: str, asynchronous: bool, members: list[int], group: Any, op: str = "SUM", device: str = "cpu"
+) -> None:
     if dist.get_rank() in members:
         globals()[name](Case(dtype_of(dtype), asynchronous, members, group, op, device))
 
@@ -190,9 +190,9 @@ def check(name: str, dtype: str, asynchronous: bool, subgroup: bool, op: str = "
 def check_everywhere(name: str, dtype: str, op: str = "SUM") -> None:
     """In the world and a subgroup, which is made once for both: synchronously and asynchronously."""
     for members, group in ((list(range(RANKS)), None), (SUBGROUP, dist.new_group(SUBGROUP))):
-        for asynchronous in (False, True) if dist.get_rank() in members else ():
+        for asynchronous in (False, True):
             try:
-                globals()[name](Case(dtype_of(dtype), asynchronous, members, group, op))
+                check(name, dtype, asynchronous, members, group, op)
             except BaseException as error:
                 error.add_note(f"{'asynchronous' if asynchronous else 'synchronous'}, among the ranks {members}")
                 raise

@@ -51,7 +51,7 @@ def every_dtype(way: str, operation: str, reducing: bool) -> int:
     for dtype in DTYPES:
         for op in operations_of(dtype) if reducing else ("SUM",):
             for asynchronous in (False, True):
-                check(operation, dtype, asynchronous, False, op, "cuda")
+                check(operation, dtype, asynchronous, list(range(RANKS)), None, op, "cuda")
                 count += 1
     return count
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def interrupted(part: Path, *arguments: str, cache: Path) -> list[str]:
     with subprocess.Popen([*COMMAND, *arguments], **_how(cache, {}), stderr=subprocess.DEVNULL) as process:
         while not part.exists() or len(part.read_text().splitlines()) < 1 + 3:
             assert process.poll() is None, "it ended before it could be interrupted"
+            time.sleep(0.01)  # so that it has the cores
         process.send_signal(signal.SIGINT)
         assert process.wait(30) != 0
     return part.read_text().splitlines()

@@ -9,15 +9,17 @@ from tests.comm.data import DTYPES, operations_of
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 dist.init_process_group("echelon")
-operations.RANKS, operations.SUBGROUP = dist.get_world_size(), [0, dist.get_world_size() - 1]
+world = list(range(dist.get_world_size()))
+ends = [world[0], world[-1]]
+groups = [(world, None), (ends, dist.new_group(ends)), (world, None)]
 count = 0
 for dtype in DTYPES:
     for function in operations.MOVING:
-        operations.check(function.__name__, dtype, bool(count % 2), count % 3 == 0)
+        operations.check(function.__name__, dtype, bool(count % 2), *groups[count % 3])
         count += 1
     for op in operations_of(dtype):
         for function in operations.REDUCING:
-            operations.check(function.__name__, dtype, bool(count % 2), count % 3 == 0, op)
+            operations.check(function.__name__, dtype, bool(count % 2), *groups[count % 3], op)
             count += 1
 if dist.get_rank() == 0:
     print("RESULT", dist.group.WORLD.transport, count)
