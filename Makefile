@@ -27,7 +27,9 @@ train: $(READY)  ## train a small GPT on four ranks (dp 2 × tp 2)
 test: $(READY) $(OPENMPI_READY)  ## the tests, over MPICH and (what depends on the library) over Open MPI
 	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-beside; code=$$?; cat $(BESIDE_OUTPUT); exit $$code
 
-# They run side by side: one often waits while the other computes. No two tests share a port, a name or a folder.
+# They run side by side: one often waits while the other computes. No two tests share a port, a name or a folder. Threads
+# that wait for each other would take the cores from the other half.
+test-ranks test-beside: export OMP_NUM_THREADS := 1
 test-ranks:
 	$(BIN)/python -m pytest -m "not slow" $(BESIDE:%=--ignore=%)
 
