@@ -87,11 +87,12 @@ def beside(channels: int) -> dict[str, Any]:
 
     def forward() -> None:
         with torch.no_grad():
-            arrived(*began(tile, 3, SIDE, wanted, group))
+            _, token, journey = began(tile, 3, SIDE, wanted, group)
+            arrived(token, journey)
 
     def and_back() -> None:
         kept, token, journey = began(tile, 3, SIDE, wanted, group)
-        torch.autograd.grad([kept, *arrived(kept, token, journey)], tile, [gradient, *upstream])
+        torch.autograd.grad([kept, *arrived(token, journey)], tile, [gradient, *upstream])
 
     def raw() -> None:
         requests = [MPI.COMM_WORLD.Irecv(x.numpy(), each) for x, each in zip(arriving, neighbours, strict=True)]

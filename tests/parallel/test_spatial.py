@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import re
 from typing import Any
@@ -84,7 +85,8 @@ def _errors(layer: nn.Module, grid: tuple[int, ...], shape: tuple[int, ...]) -> 
 
 
 def check(ranks: Any, cases: list[Any]) -> None:
-    for found in ranks(4, worst_errors, pickle.dumps(cases)):
+    (size,) = {math.prod(grid) for _, grid, _ in cases}
+    for found in ranks(size, worst_errors, pickle.dumps(cases)):
         for case, errors in zip(cases, found, strict=True):
             assert max(errors.values()) < EXACT, (case, errors)
 
@@ -176,6 +178,18 @@ def computable(case: tuple[nn.Module, tuple[int, ...], tuple[int, ...]]) -> bool
 def test_layers(ranks: Any, layers: Any) -> None:
     @settings(max_examples=8, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
     @given(st.lists(st.tuples(layers(), grids, sizes).filter(computable), min_size=20, max_size=20))
+    def compare(cases: list[Any]) -> None:
+        check(ranks, cases)
+
+    compare()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_tiles_with_neighbours_on_both_sides_and_across_corners(ranks: Any) -> None:
+    layers, grid = st.one_of(convolutions(), poolings()), st.sampled_from([(2, 3), (3, 2)])
+
+    @settings(max_examples=4, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @given(st.lists(st.tuples(layers, grid, sizes).filter(computable), min_size=20, max_size=20))
     def compare(cases: list[Any]) -> None:
         check(ranks, cases)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from echelon.parallel.spatial.cut import Parcel, bounds, parcels
+from echelon.parallel.spatial.tiles import AXES
 
 Wanted = tuple[tuple[range, ...], ...]  # ranges of rows, of each tile along the axis
 
@@ -30,55 +31,77 @@ def fetch(x: Tensor, dim: int, length: int, wanted: Wanted, group: dist.ProcessG
     held = bounds(length, len(wanted))
     if all(pieces == (has,) for pieces, has in zip(wanted, held, strict=True)):
         return x
-    pieces = arrived(*began(x, dim, length, wanted, group))
+    _, token, journey = began(x, dim, length, wanted, group)
+    pieces = arrived(token, journey)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def began(
-    x: Tensor, dim: int, length: int, wanted: Wanted, group: dist.ProcessGroup
+    x: Tensor,
+    dim: int,
+    length: int,
+    wanted: Wanted,
+    group: dist.ProcessGroup,
+    beside: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor, _Journey]:
     """What was given, a token for `arrived`, and the journey. Of what was given one computation may be made, by an
     operation whose gradient is new: in the backward pass what others learned is added up in it, without a copy.
+
+    What goes to others may be wider than the tile, by what is `beside` it, before and after.
     """
-    journey = _Journey(x, dim, length, wanted, group)
-    kept, token = _Began.apply(x, journey)
+    held = [*beside[:1], x, *beside[1:]]
+    journey = _Journey(held, dim, length, wanted, group)
+    kept, token = _Began.apply(journey, len(beside[:1]), *held)
     return kept, token, journey
 
 
-def arrived(x: Tensor, token: Tensor, journey: _Journey) -> tuple[Tensor, ...]:
+def arrived(token: Tensor, journey: _Journey) -> tuple[Tensor, ...]:
     """Each of the ranges that this rank wanted."""
-    pieces: tuple[Tensor, ...] = _Arrived.apply(x, token, journey)
+    pieces: tuple[Tensor, ...] = _Arrived.apply(token, journey)
     return pieces
 
 
 class _Journey:
-    """The messages of one exchange, in both directions: a message to each other tile, of all that it shall have."""
+    """The messages of one exchange, in both directions: a message to each other tile, of all that it shall have.
 
-    def __init__(self, x: Tensor, dim: int, length: int, wanted: Wanted, group: dist.ProcessGroup) -> None:
-        self.dim, self.group, self.shape = dim, group, x.shape
+    What is `held` are tensors that lie beside each other; whoever wants rows gets them through all of these.
+    """
+
+    def __init__(self, held: Sequence[Tensor], dim: int, length: int, wanted: Wanted, group: dist.ProcessGroup) -> None:
+        self.dim, self.group, self._across = dim, group, sum(AXES) - dim
+        self._shapes = [list(each.shape) for each in held]
+        self._like = held[0].new_empty(0)
         me, found = group.rank(), parcels(length, wanted)
-        self.to = {target: each for (source, target), each in found.items() if source == me}
-        self.of = {source: each for (source, target), each in found.items() if target == me}
-        self.wanted = wanted[me]
+        self._to = {target: each for (source, target), each in found.items() if source == me}
+        self._of = {source: each for (source, target), each in found.items() if target == me}
+        self._pieces = len(wanted[me])
+        self._own: list[Tensor] = []  # what is wanted here, of own rows
+        self._learned: list[tuple[Tensor, Parcel]] = []  # about own rows, on the way back
         self.is_returning = False
-        self.learned: list[tuple[Tensor, Parcel]] = []  # about own rows, on the way back
-        self._like = x.new_empty(0)
         self._works: list[Any] = []
         self._received: dict[int, Tensor] = {}
 
-    def send(self, x: Tensor) -> None:
+    def send(self, held: Sequence[Tensor]) -> None:
         """Begin to give others what they want, and to receive what they have."""
-        self._begin({other: [self._rows(x, each.start, each) for each in to] for other, to in self.to.items()}, self.of)
+
+        def taken(parcel: Parcel) -> Tensor:
+            parts = [each.narrow(self.dim, parcel.start, parcel.count) for each in held]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, self._across)
+
+        slabs = {other: [taken(each) for each in to] for other, to in self._to.items()}
+        self._own = slabs.get(self.group.rank(), [])
+        self._begin(slabs, self._of)
 
     def send_back(self, grads: Sequence[Tensor]) -> None:
         """The other way: what was learned about others' rows, if there are any, and what they learned about these."""
         self.is_returning = True
         slabs = {
-            other: [self._rows(grads[each.piece], each.place, each) for each in of]
-            for other, of in (self.of.items() if grads else ())
+            other: [grads[each.piece].narrow(self.dim, each.place, each.count) for each in of]
+            for other, of in (self._of.items() if grads else ())
         }
-        self.learned = [*zip(slabs[me], self.of[me], strict=True)] if (me := self.group.rank()) in slabs else []
-        self._begin(slabs, self.to)
+        me = self.group.rank()
+        self._learned = [*zip(slabs[me], self._of[me], strict=True)] if me in slabs else []
+        self._begin(slabs, self._to)
 
     def _begin(self, slabs: Mapping[int, list[Tensor]], of: Mapping[int, list[Parcel]]) -> None:
         me, operations = self.group.rank(), []
@@ -91,6 +114,12 @@ class _Journey:
                 operations.append(dist.P2POp(dist.irecv, self._received[other], group=self.group, group_peer=other))
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
+    def _new(self, count: int) -> Tensor:
+        """Rows through all that is held."""
+        shape = [*self._shapes[0]]
+        shape[self.dim], shape[self._across] = count, sum(each[self._across] for each in self._shapes)
+        return self._like.new_empty(shape)
+
     def receive(self) -> dict[int, Tensor]:
         """Wait until all has arrived, here and elsewhere."""
         for work in self._works:
@@ -98,13 +127,13 @@ class _Journey:
         received, self._received, self._works = self._received, {}, []
         return received
 
-    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+    def pieces(self) -> tuple[Tensor, ...]:
         """What was wanted, put together. A message that is all of a piece is not copied."""
-        found: list[list[Tensor]] = [[] for _ in self.wanted]
-        received = self.receive()
-        for other, of in sorted(self.of.items()):  # who holds earlier rows comes first
+        found: list[list[Tensor]] = [[] for _ in range(self._pieces)]
+        received, own, self._own = self.receive(), self._own, []
+        for other, of in sorted(self._of.items()):  # who holds earlier rows comes first
             if other not in received:
-                slabs: Sequence[Tensor] = [self._rows(x, each.start, each) for each in of]
+                slabs: Sequence[Tensor] = own
             elif len(of) == 1:
                 slabs = [received[other]]
             else:
@@ -118,47 +147,43 @@ class _Journey:
             return self._new(0)
         return slabs[0] if len(slabs) == 1 and not slabs[0]._is_view() else torch.cat(slabs, self.dim)
 
-    def settle(self, grad: Tensor | None) -> Tensor:
-        """Add what was learned about own rows, here and elsewhere, to what is known otherwise."""
-        learned, self.learned, self.is_returning = self.learned, [], False  # a graph that is retained goes back again
+    def settle(self, grad: Tensor | None, which: int) -> list[Tensor]:
+        """Add what was learned about own rows, here and elsewhere, to what is known otherwise of one of the tensors."""
+        learned, self._learned, self.is_returning = self._learned, [], False  # a retained graph goes back again
         if grad is not None:
             grad = grad.contiguous()  # and nobody else's: see `began`
-        elif learned and learned[-1][1].count == self.shape[self.dim]:  # a copy is less than zeros and a sum
+        elif learned and learned[-1][0].shape == torch.Size(self._shapes[which]):  # a copy is less than zeros and a sum
             grad = learned.pop()[0].clone(memory_format=torch.contiguous_format)
         else:
-            grad = self._new(self.shape[self.dim]).zero_()
-        for slab, each in learned:
-            self._rows(grad, each.start, each).add_(slab)
+            grad = self._like.new_zeros(self._shapes[which])
+        grads = [grad if n == which else self._like.new_zeros(shape) for n, shape in enumerate(self._shapes)]
         for other, slab in self.receive().items():
-            to = self.to[other]
-            for part, each in zip(slab.split([each.count for each in to], self.dim), to, strict=True):
-                self._rows(grad, each.start, each).add_(part)
-        return grad
-
-    def _rows(self, x: Tensor, start: int, parcel: Parcel) -> Tensor:
-        return x.narrow(self.dim, start, parcel.count)
-
-    def _new(self, count: int) -> Tensor:
-        return self._like.new_empty([*self.shape[: self.dim], count, *self.shape[self.dim + 1 :]])
+            to = self._to[other]
+            learned += zip(slab.split([each.count for each in to], self.dim), to, strict=True)
+        for slab, parcel in learned:
+            parts = slab.split([each[self._across] for each in self._shapes], self._across)
+            for each, part in zip(grads, parts, strict=True):
+                each.narrow(self.dim, parcel.start, parcel.count).add_(part)
+        return grads
 
 
 class _Began(torch.autograd.Function):
-    """Sends; returns what it was given, and a token that `_Arrived` depends on."""
+    """Sends; returns the one of what it was given, and a token that `_Arrived` depends on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, journey: _Journey) -> tuple[Tensor, Tensor]:
-        ctx.journey = journey
+    def forward(ctx: Any, journey: _Journey, which: int, *held: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.journey, ctx.which = journey, which
         ctx.set_materialize_grads(False)
-        journey.send(x)
-        return x.view_as(x), x.new_empty(0)
+        journey.send(held)
+        return held[which].view_as(held[which]), held[which].new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         journey: _Journey = ctx.journey
         if not journey.is_returning:  # nothing had come, so there was nothing to be learned about it
             journey.send_back([])
-        return journey.settle(grad), None
+        return None, None, *journey.settle(grad, ctx.which)
 
 
 class _Arrived(torch.autograd.Function):
@@ -167,15 +192,15 @@ class _Arrived(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, journey: _Journey) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, token: Tensor, journey: _Journey) -> tuple[Tensor, ...]:
         ctx.journey = journey
-        return journey.pieces(x)
+        return journey.pieces()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.journey.send_back(grads)
-        return None, grads[0].new_empty(0), None
+        return grads[0].new_empty(0), None
 
 
 class _Sum(torch.autograd.Function):
