@@ -19,11 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import operator
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,14 +77,19 @@ def halo() -> dict[str, Any]:
             except NoCluster as error:
                 print(f"not on a cluster: {error}", flush=True)
                 continue
-            found[f"{model}, {ranks} tiles{f' on {cluster}' if cluster else ''}"] = {
-                way: {
-                    "share": max(each[way]["exchange"] / each[way]["pass"] for each in told),
-                    "pass, s": max(each[way]["pass"] for each in told),
-                }
-                for way in ("overlapped", "one after the other")
-            }
+            ways = {way: _shares(each[way] for each in told) for way in ("overlapped", "one after the other")}
+            found[f"{model}, {ranks} tiles{f' on {cluster}' if cluster else ''}"] = ways
     return found
+
+
+def _shares(ranks: Iterable[dict[str, list[float]]]) -> dict[str, Any]:
+    """Of the slowest rank, medians and the spread of passes."""
+    passes, shares = [], []
+    for each in ranks:
+        passes.append(sorted(each["passes"]))
+        shares.append(statistics.median(map(operator.truediv, each["exchanges"], each["passes"])))
+    slowest = max(passes, key=statistics.median)
+    return {"share": max(shares), "pass, s": statistics.median(slowest), "least and most": [slowest[0], slowest[-1]]}
 
 
 def largest() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from echelon.parallel.layout import Layout, Stage
 from echelon.parallel.pipeline.partition import cut, linked, times_of
 from echelon.parallel.spatial import exchange
 
-MICROBATCHES, ROUNDS = 8, 3
+MICROBATCHES, ROUNDS, HALO_ROUNDS = 8, 3, 9
 
 
 def model_of(name: str) -> Any:
@@ -62,7 +62,7 @@ def memory(name: str, side: int, sp: Any = None) -> dict[str, Any]:
 
 
 def halo(name: str, side: int) -> dict[str, Any]:
-    """Seconds of a training pass, and of those in which borders are packed, sent and waited for."""
+    """Seconds of passes, and of those in which borders are packed, sent and waited for. The ways take turns."""
     model, batch, spent = tiled(name), given(side), [0.0]
     begin, receive = exchange._Journey._begin, exchange._Journey.receive
 
@@ -82,20 +82,21 @@ def halo(name: str, side: int) -> dict[str, Any]:
             work.wait()
         journey._works = []
 
-    found = {}
     exchange._Journey.receive = timed(receive)  # type: ignore[method-assign]
-    for way, how in (("overlapped", begin), ("one after the other", begin_and_wait)):
-        exchange._Journey._begin = timed(how)  # type: ignore[method-assign]
-        times, exchanges = [], []
-        for _ in range(ROUNDS + 1):
+    ways = {"overlapped": timed(begin), "one after the other": timed(begin_and_wait)}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    exchanges: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(HALO_ROUNDS + 1):
+        for way, how in ways.items():
+            exchange._Journey._begin = how  # type: ignore[method-assign]
             dist.barrier()
             spent[0], began = 0.0, time.perf_counter()
             model(**batch).backward()
-            times.append(time.perf_counter() - began)
-            exchanges.append(spent[0])
+            if number:  # the first warms up
+                times[way].append(time.perf_counter() - began)
+                exchanges[way].append(spent[0])
             model.zero_grad()
-        found[way] = {"pass": statistics.median(times[1:]), "exchange": statistics.median(exchanges[1:])}
-    return found
+    return {way: {"passes": times[way], "exchanges": exchanges[way]} for way in ways}
 
 
 def pipelined(name: str, side: int, tiles: bool) -> dict[str, Any]:

@@ -63,20 +63,9 @@ def slide(
 ) -> Tile:
     """Let windows slide: `compute` has what they see, of which outputs that is, and padding that is left to it."""
     whole = x.whole.resized(*(window.outputs(size) for window, size in zip(windows, x.whole.sizes, strict=True)))
-    if None in x.whole.ground.groups:
-        out = _over_one(x, whole, windows, fill, compute)
-    else:
-        out = _over_both(x, whole, windows, fill, compute)
-    if isinstance(out, Tensor):
-        return Tile.of(out, whole)
-    return Tile.of(nothing(out.local, channels, whole.here, *needed), whole)
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    """There is no output here; the tile still has a part in what others do."""
-
-    local: Tensor
+    over = _over_one if None in x.whole.ground.groups else _over_both
+    local, out = over(x, whole, windows, fill, compute)
+    return Tile.of(nothing(local, channels, whole.here, *needed) if out is None else out, whole)
 
 
 def nothing(x: Tensor, channels: int, parts: tuple[range, range], *needed: Tensor | None) -> Tensor:
@@ -90,8 +79,8 @@ def nothing(x: Tensor, channels: int, parts: tuple[range, range], *needed: Tenso
 
 def _over_one(
     x: Tile, whole: Whole, windows: tuple[Window, Window], fill: float, compute: Compute
-) -> Tensor | _Nothing:
-    """One axis is cut, or none."""
+) -> tuple[Tensor, Tensor | None]:
+    """One axis is cut, or none. The tile, which has a part in what others do, and its outputs, if there are any."""
     which = 1 if x.whole.ground.groups[1] is not None else 0
     axis, dim, parts = _axis(x.whole, whole, windows, which), AXES[which], whole.here
     local, pads, padding = _across(plain(x), x.whole, whole, windows, 1 - which)
@@ -101,7 +90,7 @@ def _over_one(
     if not all(parts):
         if journey is not None:
             journey.receive()
-        return _Nothing(local)
+        return local, None
 
     def computed(seen: Tensor, outputs: range) -> Tensor:
         ends = axis.padding(outputs)
@@ -122,13 +111,13 @@ def _over_one(
                 found[outputs] = computed(slab, outputs)
     elif journey is not None:
         journey.receive()  # nothing, but what was sent has to arrive
-    return _together([found[each] for each in (axis.first, axis.inner, axis.last) if each], dim)
+    return local, _together([found[each] for each in (axis.first, axis.inner, axis.last) if each], dim)
 
 
 def _over_both(
     x: Tile, whole: Whole, windows: tuple[Window, Window], fill: float, compute: Compute
-) -> Tensor | _Nothing:
-    """Both axes are cut."""
+) -> tuple[Tensor, Tensor | None]:
+    """The same, where both axes are cut."""
     high, wide = (_axis(x.whole, whole, windows, which) for which in range(2))
     local, sides = _with_sides(plain(x), high, wide)
     seen = wide.sees(wide.outputs)
@@ -141,7 +130,7 @@ def _over_both(
     if not (high.outputs and wide.outputs):
         if journey is not None:
             journey.receive()
-        return _Nothing(local)
+        return local, None
 
     def computed(seen: Tensor, of: tuple[range, range]) -> Tensor:
         return compute(_padded(seen, [*wide.padding(of[1]), *high.padding(of[0])], fill), of, [0, 0])
@@ -162,7 +151,7 @@ def _over_both(
         journey.receive()  # nothing, but what was sent has to arrive, and what is learned about it to come back
         if not wide.inner:
             found[high.inner] = found[high.inner] + token.sum()
-    return _together([found[each] for each in (high.first, high.inner, high.last) if each], HEIGHT)
+    return local, _together([found[each] for each in (high.first, high.inner, high.last) if each], HEIGHT)
 
 
 def _middle(
