@@ -126,8 +126,10 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {"memory": memory, "speed": spe
 def given_back() -> Iterator[None]:
     """In here ranks are started whose memory is the system's again once it is freed, from 1 MiB on."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
-    yield
-    del os.environ["MALLOC_MMAP_THRESHOLD_"]
+    try:
+        yield
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
 
 
 def start(ranks: int, part: str, model: str, side: int, cluster: str = "") -> list[dict[str, Any]]:

@@ -196,6 +196,13 @@ def test_tiles_with_neighbours_on_both_sides_and_across_corners(ranks: Any) -> N
     compare()
 
 
+def test_tiles_too_narrow_for_a_window(ranks: Any) -> None:
+    """Of the first, a rank sends rows that it computes nothing of; of the second, some see nothing but padding."""
+    first = nn.Conv2d(4, 2, (3, 4), (2, 1), (0, 2), (2, 2)).double()
+    second = nn.Conv2d(4, 2, 1, (1, 3), (0, 1)).double()
+    check(ranks, [(first, (2, 2), (1, 4, 14, 7)), (second, (2, 2), (1, 4, 15, 5))])
+
+
 class Cell(nn.Module):
     """What models do between layers: sums, products, slices of channels and of the image, channels put together, and
     what is to have no gradient.
