@@ -105,8 +105,8 @@ def attend(
         largest, total = out_THD.new_empty(2, len(q_THD), q_THD.shape[1], splits, dtype=torch.float32)
     _attend[(tiles, heads, splits)](
         q_THD, firsts_X, counts_X, rows_T, positions_T, table_RP, keys_PSGD, values_PSGD, parts, largest,
-        total,         math.log2(math.e) / math.sqrt(dim), table_RP.stride(0), heads, shared, dim, page_size, splits,
-        rows, keys, padded, "ieee" if wide else "tf32", num_warps=4 if rows <= 64 else 8, num_stages=stages,
+        total, math.log2(math.e) / math.sqrt(dim), table_RP.stride(0), heads, shared, dim, page_size, splits, rows,
+        keys, padded, "ieee" if wide else "tf32", num_warps=4 if rows <= 64 else 8, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(len(q_THD), q_THD.shape[1])](

@@ -1,4 +1,4 @@
-"""The largest steps that an engine can take, computed before it begins: so kernels are compiled, and memory measured.
+"""Steps that are computed before an engine begins: so memory is measured by the largest, and all kernels are compiled.
 
 Nothing is known of the cache then, so what these steps leave in it is never found.
 """
@@ -28,13 +28,24 @@ def rehearse(way: Way, shape: Shape, token_budget: int, context: int, draws_here
 
 
 def _steps(shape: Shape, token_budget: int, context: int) -> Iterator[tuple[list[Part], Draw]]:
-    """Prompts alone; an answer beside prompts; answers alone, drawn in the usual and in the costliest way."""
+    """The largest: prompts alone; an answer beside prompts; answers alone, drawn in the usual and in the costliest way.
+    And smaller ones: by how many tokens there are, kernels are cut in other ways.
+    """
     whole = _prompts(shape, token_budget, context)
     yield whole, _USUAL
     yield [whole[0]._replace(tokens=[0]), *whole[1:]], _USUAL
     answers = [Part(row, 0, [0], 0, [row % shape.pages], True) for row in range(shape.rows)]
-    yield answers, _USUAL
     yield answers, _COSTLY
+    for count in (*_doubling(1, shape.rows), shape.rows):
+        yield answers[:count], _USUAL
+    for count in _doubling(2, min(token_budget, context)):
+        yield _prompts(shape, count, context), _USUAL
+
+
+def _doubling(first: int, end: int) -> Iterator[int]:
+    while first < end:
+        yield first
+        first *= 2
 
 
 def _prompts(shape: Shape, token_budget: int, context: int) -> list[Part]:

@@ -22,6 +22,6 @@ def test_steps_fit(pages: int, size: int, rows: int, budget: int, context: int) 
             assert 0 < len(part.tokens) <= min(context, len(part.pages) * size)
             assert all(0 <= page < pages for page in part.pages)
             assert len(part.pages) <= shape.row_pages
-    assert len(steps[-1]) == rows
+    assert max(len(parts) for parts in steps) == rows
     whole = sum(len(part.tokens) for part in steps[0])
     assert whole == min(budget, context * rows) or whole >= (pages - rows) * size, "not the largest"
