@@ -17,8 +17,7 @@ def perplexity(model: Any, tokens: Sequence[int] | Tensor, length: int) -> float
     """Of a text, read in pieces of `length` tokens, each without what came before it. Lower is better, 1 is best; a
     model that knows nothing has as much as its vocabulary has tokens.
 
-    For a model in its own attention (so, before an engine takes it). Ranks that share one (`parallel.shards`) call this
-    together, and all get the answer.
+    Ranks that share a model (`parallel.shards`) call this together, and all get the answer.
     """
     if len(tokens) < 2 or length < 1:
         raise ValueError(f"{len(tokens)} tokens in pieces of {length}: perplexity needs two tokens and pieces of one")

@@ -1,11 +1,16 @@
-"""The model as it is, over pages: its own forward pass with another attention, on any device."""
+"""The model as it is, over pages: its own forward pass with another attention, on any device.
+
+The attention is put into a shell of the model, which has the same weights: so the model itself does not change, and
+holds no cache when its engine is gone; several engines can have one model.
+"""
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.parallel.tensor import kv_heads_of
 from echelon.serve import fixed
@@ -18,7 +23,8 @@ class Plain:
     """`reproducible`: see attention.py and fixed.py."""
 
     def __init__(self, model: Any, shape: Shape, reproducible: bool) -> None:
-        self._model, self._page_size, self._reproducible = model, shape.page_size, reproducible
+        self._model: Any = _shell(model)
+        self._page_size, self._reproducible = shape.page_size, reproducible
         self._device = next(model.parameters()).device
         self._table: list[list[int]] = [[] for _ in range(shape.rows)]
         self._layers = [
@@ -29,10 +35,10 @@ class Plain:
             )
             for block in model.blocks
         ]
-        for block, layer in zip(model.blocks, self._layers, strict=True):
+        for block, layer in zip(self._model.blocks, self._layers, strict=True):
             block.attention.attend = layer
         if reproducible:
-            fixed.fix(model)
+            fixed.fix(self._model)
 
     def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
         """See `way.Way`."""
@@ -57,3 +63,10 @@ class Plain:
             return torch.empty(0, 0)
         logits_RV: Tensor = self._model.head(hidden_1TD[0, step.last_R])
         return logits_RV
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """Modules of its own, with the same tensors."""
+    own = copy(module)
+    own._modules = {name: None if child is None else _shell(child) for name, child in module._modules.items()}
+    return own

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from echelon.models import hub
+from echelon.models.parts import attend
 from echelon.serve.engine import Engine
 from echelon.serve.request import BadRequest, EngineFailed, Piece, Refused, SamplingParams
 from echelon.serve.settings import Settings
@@ -48,6 +49,24 @@ def test_greedy_tokens_are_those_of_transformers(name: str, reproducible: bool, 
         expected = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **how)
         assert list(answer.choices[0].tokens) == expected[0, len(prompt) :].tolist()
         assert answer.choices[0].finish == "length"
+
+
+def test_several_engines_have_one_model_and_leave_it_as_it_was() -> None:
+    model, tokens = small(), torch.tensor([[1, 2, 3]])
+    before = model(tokens)
+    kinds = [Settings(cache_gib=0.02, token_budget=16, reproducible=each) for each in (False, True, False)]
+    engines = [Engine(model, settings=settings) for settings in kinds]
+    streams = [engine.open(prompt, GREEDY) for prompt in PROMPTS for engine in engines]
+    found = [[token for piece in stream for token in piece.tokens] for stream in streams]
+    for engine in engines:
+        engine.close()
+    alone = Engine(small(), settings=kinds[0])
+    answers = [list(answer.choices[0].tokens) for answer in alone.generate(PROMPTS, GREEDY)]
+    alone.close()
+    assert found == [answer for answer in answers for _ in engines]
+    assert torch.equal(model(tokens), before)
+    assert all(block.attention.attend is attend for block in model.blocks)
+    assert "forward" not in vars(model.norm)
 
 
 def test_text_in_text_out_and_the_end_of_it(engine: Engine) -> None:
@@ -215,11 +234,10 @@ def test_a_full_queue_refuses_and_drains() -> None:
 
 
 def test_a_failure_reaches_everyone() -> None:
-    model = small()
-    engine = Engine(model, settings=Settings(cache_gib=0.02))
+    engine = Engine(small(), settings=Settings(cache_gib=0.02))
     stream = engine.open([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
     next(iter(stream))
-    model.blocks[0].mlp.forward = lambda x: 1 / 0
+    engine._runner.launch = lambda parts, draws: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(EngineFailed, match="division by zero"):
         list(stream)
     with pytest.raises(EngineFailed, match="division by zero"):

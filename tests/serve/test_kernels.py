@@ -57,6 +57,22 @@ def test_attend(kernels: Any, seed: int) -> None:
     checks.check_attend(kernels, case, tile=1 if answers else 8, splits=[1, 2, 3, 8][seed % 4] if answers else 1)
 
 
+def test_empty_tiles_read_nothing(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which graphs are filled up: they name the first place, whose sequence may be long."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    products = []
+    multiply = InterpreterBuilder.create_dot
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", lambda *each: products.append(0) or multiply(*each))
+    case = replace(checks.random_case("cpu", torch.float32, 0, longest=9, answers=True), lengths=[400], queries=[1])
+    q = case.draw(1, case.heads * case.shared, case.dim)
+    for count, read in ((0, False), (1, True)):
+        out, tile = torch.zeros_like(q), (torch.tensor([0]).int(), torch.tensor([count]).int())
+        kernels.attend(q, *tile, case.rows, case.positions, case.table, case.keys, case.values, out, queries=1)
+        assert bool(products) == read
+        assert bool(out.any()) == read
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 4), (3, 40), (2, 1100)])
 def test_gated(kernels: Any, rows: int, width: int) -> None:
     checks.check_gated(kernels, "cpu", torch.float32, rows, width)
