@@ -309,7 +309,7 @@ def _attend(  # type: ignore[no-untyped-def]
     has_place = place < DIM
     where = (first + token).to(tl.int64) * (HEADS * SHARED) + head * SHARED + row % SHARED
     query = tl.load(q + where[:, None] * DIM + place[None, :], is_query[:, None] & has_place[None, :], 0.0)
-    length = tl.where(count > 0, start + count, 0)  # of the keys that the tile's last query sees; an empty one reads none
+    length = tl.where(count > 0, start + count, 0)  # of the keys that the last query sees; an empty tile reads none
     share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
     low = split * share
     high = tl.minimum(low + share, length)
