@@ -1,13 +1,16 @@
 """How many pages the cache has: as many as the memory that is set aside for it holds, the same on all ranks.
 
 On a GPU that is all that weights and steps leave. What steps take is measured before there is a cache: the largest ones
-that the settings allow are computed over a small one, with whatever is captured for them.
+that the settings allow are computed over a small one, with whatever is captured for them. What is captured lies partly
+in the driver's memory, of which PyTorch knows nothing: that is what the driver has back when it is gone.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,13 +32,11 @@ def shape(model: Any, settings: Settings, group: dist.ProcessGroup | None) -> Sh
     """At most as many pages as all requests that run at once can fill, and the same number on all ranks."""
     a_page, row_pages = page_bytes(model, settings.page_size), _row_pages(model, settings)
     device = next(model.parameters()).device
-    try:
+    with enough_for(
+        f"steps of {settings.token_budget} tokens and {settings.most_running} requests: lower --token-budget or "
+        "--most-running, or serve over more ranks"
+    ):
         room = settings.cache_gib * 2**30 or _free(model, settings, device, group)
-    except torch.OutOfMemoryError:
-        raise ValueError(
-            f"beside the model there is no memory for steps of {settings.token_budget} tokens and "
-            f"{settings.most_running} requests: lower --token-budget or --most-running, or serve over more ranks"
-        ) from None
     count = min(int(room // a_page), settings.most_running * row_pages)
     if group is not None and group.size() > 1:
         least = torch.tensor(count)
@@ -47,6 +48,17 @@ def shape(model: Any, settings: Settings, group: dist.ProcessGroup | None) -> Sh
             "each): give it more memory (--cache-gib), or serve over more ranks"
         )
     return Shape(count, settings.page_size, settings.most_running, min(row_pages, count))
+
+
+@contextmanager
+def enough_for(what: str) -> Iterator[None]:
+    """ValueError where there is not, for PyTorch or for a GPU's driver."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(said in str(error) for said in ("out of memory", "can't allocate memory")):
+            raise
+        raise ValueError(f"beside the model there is no memory for {what}") from None
 
 
 def context(model: Any, settings: Settings, pages: int) -> int:
@@ -77,13 +89,17 @@ def _free(model: Any, settings: Settings, device: torch.device, group: dist.Proc
 
 def _left_on_gpu(model: Any, settings: Settings, device: torch.device, group: dist.ProcessGroup | None) -> float:
     is_fused = choose(model, settings).fused
-    steps = _taken_by_steps(model, settings, device, group is None or group.rank() == 0) if is_fused else 0.0
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     gpus: list[Any] = [gpu]
     if group is not None:
         gpus = [None] * group.size()
-        dist.all_gather_object(gpus, gpu, group)  # after which none is still measuring
-    free = torch.cuda.mem_get_info(device)[0] / gpus.count(gpu)
+        dist.all_gather_object(gpus, gpu, group)
+    sharing = gpus.count(gpu)
+    draws_here = group is None or group.rank() == 0
+    steps = _taken_by_steps(model, settings, device, draws_here, is_alone=sharing == 1) if is_fused else 0.0
+    if group is not None:
+        dist.barrier(group)  # after which none is still measuring
+    free = torch.cuda.mem_get_info(device)[0] / sharing
     if group is not None:
         dist.barrier(group)  # before which none takes its share
     if not is_fused:  # then what a step takes grows with the lengths of its sequences
@@ -91,8 +107,10 @@ def _left_on_gpu(model: Any, settings: Settings, device: torch.device, group: di
     return free - _RESERVE_OF_GPU - steps
 
 
-def _taken_by_steps(model: Any, settings: Settings, device: torch.device, draws_here: bool) -> float:
-    """Bytes, beside weights and cache: of the largest steps, over a cache that is just large enough for them."""
+def _taken_by_steps(model: Any, settings: Settings, device: torch.device, draws_here: bool, *, is_alone: bool) -> float:
+    """Bytes, beside weights and cache: of the largest steps, over a cache that is just large enough for them. What the
+    driver holds can be told only by who is alone on the GPU; others have the reserve for it.
+    """
     prepare(model)
     pages = -(-settings.token_budget // settings.page_size) + settings.most_running
     small = Shape(pages, settings.page_size, settings.most_running, _row_pages(model, settings))
@@ -102,7 +120,15 @@ def _taken_by_steps(model: Any, settings: Settings, device: torch.device, draws_
     way = build(model, small, settings)
     rehearse(way, small, settings.token_budget, context(model, settings, pages), draws_here)
     taken = torch.cuda.max_memory_reserved(device) - before
+    with_graphs = _of_driver(device)
     del way
     gc.collect()
     torch.cuda.empty_cache()
-    return taken - page_bytes(model, settings.page_size) * pages
+    graphs = max(with_graphs - _of_driver(device), 0) if is_alone else 0
+    return taken + graphs - page_bytes(model, settings.page_size) * pages
+
+
+def _of_driver(device: torch.device) -> int:
+    """Bytes of the GPU that are taken, and not by PyTorch's allocator."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

@@ -23,7 +23,7 @@ class Plain:
     """`reproducible`: see attention.py and fixed.py."""
 
     def __init__(self, model: Any, shape: Shape, reproducible: bool) -> None:
-        self._model: Any = _shell(model)
+        self._model = _shell(model)
         self._page_size, self._reproducible = shape.page_size, reproducible
         self._device = next(model.parameters()).device
         self._table: list[list[int]] = [[] for _ in range(shape.rows)]
@@ -65,7 +65,7 @@ class Plain:
         return logits_RV
 
 
-def _shell(module: nn.Module) -> nn.Module:
+def _shell(module: nn.Module) -> Any:
     """Modules of its own, with the same tensors."""
     own = copy(module)
     own._modules = {name: None if child is None else _shell(child) for name, child in module._modules.items()}

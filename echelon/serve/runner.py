@@ -38,14 +38,12 @@ class Runner:
         self._rests, self._is_resting = 0, False
         device = next(model.parameters()).device
         self._on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
-        try:
-            with self._on_device():
-                self._way = way.build(model, shape, settings)
-                if self.choice.fused:
-                    most = memory.context(model, settings, shape.pages)
-                    rehearse(self._way, shape, settings.token_budget, most, group is None or group.rank() == 0)
-        except torch.OutOfMemoryError:
-            raise ValueError("there is no memory for the cache: lower --cache-gib, or serve over more ranks") from None
+        lower = "--cache-gib" if settings.cache_gib else "--token-budget or --most-running"
+        with memory.enough_for(f"the cache: lower {lower}, or serve over more ranks"), self._on_device():
+            self._way = way.build(model, shape, settings)
+            if self.choice.fused:
+                most = memory.context(model, settings, shape.pages)
+                rehearse(self._way, shape, settings.token_budget, most, group is None or group.rank() == 0)
 
     @torch.inference_mode()
     def launch(self, parts: list[Part], draws: list[Draw]) -> Chosen:
