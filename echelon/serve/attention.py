@@ -2,7 +2,7 @@
 
 All tokens of a step come as one sequence, of whatever requests. Their keys and values go into the cache; then each
 span's queries meet the pages of its request. Spans of one token (answers) are taken together with others of about the
-same length, a longer one (of a prompt) by itself. Heads that share a key stand beside each other as if they were
+same length, a longer one (of a prompt) by itself, in pieces if it is so long that its scores would fill memory. Heads that share a key stand beside each other as if they were
 queries, so that keys are never copied for each.
 
 `reproducible` computes in pieces whose shapes never change: tiles of queries, blocks of keys from the first on. A
@@ -23,6 +23,7 @@ from torch import Tensor
 from echelon.serve.step import Part
 
 TILE, BLOCK = 8, 128  # queries, keys
+_MOST_SCORES = 2**23  # of a head, at once
 
 
 @dataclass
@@ -58,19 +59,19 @@ def plan(parts: list[Part], table: list[list[int]], page_size: int, device: torc
         places = range(part.start, part.start + len(part.tokens))
         positions += places
         slots += [table[part.row][place // page_size] * page_size + place % page_size for place in places]
-    tile = TILE if reproducible else 0
     by_size: dict[tuple[int, int], list[tuple[list[int], list[int], list[int]]]] = defaultdict(list)
     for first, part in zip(firsts, parts, strict=True):
         count = len(part.tokens)
-        for start in range(0, count, tile or count):
-            places = range(start, min(start + (tile or count), count))
+        tile = TILE if reproducible else max(_MOST_SCORES // (part.start + count), 1)
+        for start in range(0, count, tile):
+            places = range(start, min(start + tile, count))
             rows = [first + place for place in places]
             seen = [part.start + place for place in places]
-            short = max(tile - len(rows), 0)  # a tile that is not full computes its first query again
+            short = tile - len(rows) if reproducible else 0  # a tile that is not full computes its first query again
             used = table[part.row][: seen[-1] // page_size + 1]
             size = len(rows) + short, 1 << (len(used) - 1).bit_length()
-            if not tile and len(rows) > 1:
-                size = -first, len(used)  # alone
+            if not reproducible and len(rows) > 1:
+                size = -rows[0], len(used)  # alone
             by_size[size].append((rows + rows[:1] * short, seen + seen[:1] * short, used))
     last = [first + len(part.tokens) - 1 for first, part in zip(firsts, parts, strict=True) if part.is_last]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def load(
     group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """The model of a folder, or with `random` of a preset's name, on this rank; `group` has the ranks that share it."""
-    place = torch.device(resolve_device(device))
+    place = resolve_device(device)
     if precision not in ("auto", *DTYPES):
         raise LoadError(f"precision {precision!r} is none of auto, {', '.join(DTYPES)}")
     if random:
@@ -79,15 +80,19 @@ def load(
         raise LoadError(str(error)) from None
 
 
-def resolve_device(device: str) -> str:
+def resolve_device(device: str) -> torch.device:
     """What `auto` is here."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
+        return torch.device("cuda" if gpus else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise LoadError(f"device {device!r} is none of auto, cpu, cuda and cuda with a number, like cuda:1")
+    place = torch.device(device)
+    if place.type == "cuda" and not gpus:
         raise LoadError(f"device {device}: PyTorch finds no GPU here")
-    if not device.startswith(("cuda", "cpu")):
-        raise LoadError(f"device {device!r} is none of auto, cpu and cuda")
-    return device
+    if (place.index or 0) >= max(gpus, 1):
+        raise LoadError(f"device {device}: PyTorch finds {gpus} here, from cuda:0 to cuda:{gpus - 1}")
+    return place
 
 
 def _build(

@@ -47,7 +47,8 @@ class NarrowWeight(Tensor):
 
     @classmethod
     def quantize(cls, linear: nn.Linear) -> None:
-        weight = cls.made(*cls.rounded(linear.weight.detach()), linear.weight.dtype)
+        with torch.cuda.device_of(linear.weight):
+            weight = cls.made(*cls.rounded(linear.weight.detach()), linear.weight.dtype)
         linear.weight = nn.Parameter(weight, requires_grad=False)
 
     @classmethod
@@ -74,4 +75,5 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def _linear(input: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> Tensor:
-    return weight.times(input.flatten(0, -2), bias).view(*input.shape[:-1], -1)
+    with torch.cuda.device_of(input):  # on which Triton launches
+        return weight.times(input.flatten(0, -2), bias).view(*input.shape[:-1], -1)

@@ -51,7 +51,13 @@ def quantize(model: ModelType, kind: str) -> ModelType:
         if kind == "fp8":
             _check_fp8(linear)
         apply(linear)
+    model.quantized = kind  # type: ignore[assignment]
     return model
+
+
+def kind_of(model: nn.Module) -> str:
+    """The kind that a model was quantized by; none if it was not."""
+    return str(getattr(model, "quantized", ""))
 
 
 def _check_fp8(linear: nn.Linear) -> None:

@@ -48,7 +48,7 @@ def join(options: Options) -> dist.ProcessGroup | None:
         return None
     if not dist.is_initialized():
         dist.init_process_group("echelon")
-    kind = torch.device(resolve_device(options.device)).type
+    kind = resolve_device(options.device).type
     return Layout(tp=options.tp).build(kind).mesh("tp").get_group()  # by that name it is recorded
 
 

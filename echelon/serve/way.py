@@ -9,6 +9,7 @@ import torch
 
 from echelon.parallel import shards
 from echelon.serve.plain import Plain
+from echelon.serve.quantize import kind_of
 from echelon.serve.sample import Chosen, Draw
 from echelon.serve.settings import Settings
 from echelon.serve.step import Part, Shape
@@ -109,7 +110,9 @@ def _misfit(model: Any) -> str:
 
 
 def device_text(model: Any) -> str:
-    """Where a model is, and in which precision."""
-    weight = model.norm.weight
+    """Where a model is, on how many ranks, and in which precision."""
+    weight, meeting, narrow = model.norm.weight, shards.meeting_of(model), kind_of(model)
     device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type
-    return f"{device}, {str(weight.dtype).removeprefix('torch.')}"
+    ranks = "" if meeting is None else f" on {meeting.group.size()} ranks"
+    precision = str(weight.dtype).removeprefix("torch.")
+    return f"{device}{ranks}, {precision}{f' with {narrow} weights' if narrow else ''}"

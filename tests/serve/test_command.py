@@ -190,6 +190,7 @@ def test_other_launchers_ranks_are_ours(launcher: str, request: pytest.FixtureRe
         (["serve", "--random", "lama-tiny"], "did you mean 'llama-tiny'?"),
         (["serve", "--random", "llama-tiny", "--quantize", "int4"], "quantize 'int4' is none of none, int8"),
         (["serve", "--random", "llama-tiny", "--precision", "fp8"], "precision 'fp8' is none of auto, fp32"),
+        (["serve", "--random", "llama-tiny", "--device", "cpufoo"], "device 'cpufoo' is none of auto, cpu, cuda and"),
         (["serve", "--random", "llama-tiny", "--slo", "fast"], "'fast' is not a promise"),
         (["serve", "--random", "llama-tiny", "--page-size", "10"], "page_size=10 does not divide 128"),
         (["serve", "--random", "llama-tiny", "--host", "1.2.3.4"], "cannot listen on 1.2.3.4"),

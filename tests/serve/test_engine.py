@@ -15,7 +15,9 @@ import torch
 
 from echelon.models import hub
 from echelon.models.parts import attend
+from echelon.serve import attention
 from echelon.serve.engine import Engine
+from echelon.serve.quantize import quantize
 from echelon.serve.request import BadRequest, EngineFailed, Piece, Refused, SamplingParams
 from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
@@ -49,6 +51,30 @@ def test_greedy_tokens_are_those_of_transformers(name: str, reproducible: bool, 
         expected = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **how)
         assert list(answer.choices[0].tokens) == expected[0, len(prompt) :].tolist()
         assert answer.choices[0].finish == "length"
+
+
+def test_a_long_prompt_is_attended_to_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many queries at once as leave memory for their scores."""
+    prompt, settings = list(range(100, 200)), Settings(cache_gib=0.02, token_budget=70)
+    whole = Engine(small(), settings=settings)
+    expected = whole.generate([prompt], GREEDY)
+    whole.close()
+    shapes = []
+    over = attention._over_pages
+    monkeypatch.setattr(attention, "_over_pages", lambda q, *rest: shapes.append(q.shape) or over(q, *rest))
+    monkeypatch.setattr(attention, "_MOST_SCORES", 700)
+    engine = Engine(small(), settings=settings)
+    answers = engine.generate([prompt], GREEDY)
+    engine.close()
+    assert [each.choices for each in answers] == [each.choices for each in expected]
+    assert max(shape[3] for shape in shapes) == 700 // 70
+
+
+def test_what_is_told_of_an_engine() -> None:
+    engine = Engine(quantize(small(dim=64, heads=4), "int8"), settings=Settings(cache_gib=0.001, most_running=8))
+    engine.close()
+    assert engine.how.startswith("cpu, float32 with int8 weights; PyTorch's own operations (on cpu); ")
+    assert engine.how.endswith(" pages of 16 tokens (0.0 GiB), 8 requests and 512 tokens in a step")
 
 
 def test_several_engines_have_one_model_and_leave_it_as_it_was() -> None:
