@@ -2,8 +2,8 @@
 
 All tokens of a step come as one sequence, of whatever requests. Their keys and values go into the cache; then each
 span's queries meet the pages of its request. Spans of one token (answers) are taken together with others of about the
-same length, a longer one (of a prompt) by itself, in pieces if it is so long that its scores would fill memory. Heads that share a key stand beside each other as if they were
-queries, so that keys are never copied for each.
+same length, a longer one (of a prompt) by itself, in pieces if it is so long that its scores would fill memory. Heads
+that share a key stand beside each other as if they were queries, so that keys are never copied for each.
 
 `reproducible` computes in pieces whose shapes never change: tiles of queries, blocks of keys from the first on. A
 query's sums then have the same order whatever else is in the step, however its prompt was cut, and wherever its pages
