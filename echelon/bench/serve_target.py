@@ -67,6 +67,8 @@ class Server:
                 raise
             if asked:  # of a server that is there, but does not list its models
                 return asked
+            if error.status in (401, 403):
+                raise Failed(f"{client.url} does not let us in ({error}): give its key by --api-key") from None
             raise Failed(f"{client.url}/v1/models does not list models ({error}): name one with --model") from None
         except (KeyError, TypeError):
             raise Failed(f"{client.url}/v1/models does not list models: is this an OpenAI-compatible server?") from None

@@ -96,7 +96,7 @@ def make_app(
             raise ApiError(404, message, parameter="model", code="model_not_found")
         return about()
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, str]:
         if engine.failed is not None:
             raise EngineFailed("see the server's log")
@@ -180,7 +180,7 @@ async def _body(request: Request, most: int) -> bytes:
                 read.append(part)
             elif size > _DROPPED * most:
                 break
-    except ClientDisconnect:
+    except (ClientDisconnect, asyncio.CancelledError):  # the server ends, and waits no more for the rest
         raise Gone from None
     if size > most:
         raise ApiError(413, f"the body has more than {most} bytes", code="body_too_large", headers=close)

@@ -41,8 +41,10 @@ Ranks = Annotated[
 Tp = Annotated[
     Optional[int], typer.Option(min=1, help="Ranks that share the model (default: all).", rich_help_panel=_HOW)
 ]
-Precision = Annotated[str, typer.Option(help="auto (as stored), fp32, bf16 or fp16.", rich_help_panel=_HOW)]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_HOW)]
+Precision = Annotated[
+    str, typer.Option(help="auto (as stored; for int8 and fp8 bf16), fp32, bf16 or fp16.", rich_help_panel=_HOW)
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.", rich_help_panel=_HOW)]
 Quantize = Annotated[str, typer.Option(help="none, int8 (weights), int8-dynamic or fp8.", rich_help_panel=_HOW)]
 Threads = Annotated[int, typer.Option(help="Of each rank; 0: as many as are good.", rich_help_panel=_HOW)]
 Reproducible = Annotated[
@@ -105,7 +107,7 @@ def serve(
     most_waiting: Annotated[int, typer.Option(help="More are refused (429).", rich_help_panel=_LIMITS)] = 1024,
     slo: Annotated[
         str,
-        typer.Option(help="Promises, as ttft=5s,tbt=25ms: what would break them is refused.", rich_help_panel=_LIMITS),
+        typer.Option(help="Promises, as ttft=5s,tbt=25ms: who would wait longer is refused.", rich_help_panel=_LIMITS),
     ] = "",
     host: Annotated[str, typer.Option(help="0.0.0.0 for everyone.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.", rich_help_panel=_SERVER)] = 8000,

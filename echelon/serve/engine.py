@@ -89,13 +89,13 @@ class Engine:
             )
         shape = memory.shape(model, settings, group)
         self._runner = Runner(model, shape, settings, group=group)
-        cache = shape.pages * memory.page_bytes(model, shape.page_size) / 2**30
-        self.how = (
-            f"{way.device_text(model)}; {self._runner.choice}; "
-            f"{shape.pages:,} pages of {shape.page_size} tokens ({cache:.1f} GiB), "
-            f"{settings.most_running} requests and {settings.token_budget:,} tokens in a step"
-        )
         self.context = memory.context(model, settings, shape.pages)
+        self.how = (
+            f"{way.device_text(model)}; {self._runner.choice}{', reproducible' if settings.reproducible else ''}; "
+            f"{shape.pages:,} pages of {shape.page_size} tokens "
+            f"({memory.text(shape.pages * memory.page_bytes(model, shape.page_size))}), {self.context:,} tokens of "
+            f"context; {settings.most_running} requests and {settings.token_budget:,} tokens in a step"
+        )
         self._vocabulary = int(model.config.vocabulary)
         self._pacer = None if settings.slo is None else Pacer(settings.slo, settings.token_budget)
         self._scheduler = Scheduler(
@@ -349,5 +349,6 @@ class Engine:
         now = time.perf_counter()
         if self._pacer is not None:
             self._pacer.ended(now)
-        self.metrics.finished(finish, now - writing.arrived, writing.sequence.prompt, writing.generated)
+        prompt = writing.sequence.prompt if writing.index == 0 else None  # of all answers
+        self.metrics.finished(finish, now - writing.arrived, prompt, writing.generated)
         writing.stream.put(piece)

@@ -21,7 +21,7 @@ class Guard:
     """Asks for the key, if there is one; else, if names are given, takes requests to these alone."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, names: Collection[str] | None) -> None:
-        self._app, self._names = app, names
+        self._app, self._names = app, None if names is None else list(dict.fromkeys(filter(None, names)))
         self._key = api_key.encode() if api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,6 +17,7 @@ from echelon.models.model import Model
 from echelon.models.presets import MODELS, PRESETS, Config, is_causal, nearest
 from echelon.models.tokenizer import Bytes
 from echelon.parallel import shards
+from echelon.serve.memory import enough_for
 from echelon.serve.text import Text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,8 +54,11 @@ def load(
     precision: str = "auto",
     device: str = "auto",
     group: dist.ProcessGroup | None = None,
+    text: Text | None = None,
 ) -> Loaded:
-    """The model of a folder, or with `random` of a preset's name, on this rank; `group` has the ranks that share it."""
+    """The model of a folder, or with `random` of a preset's name, on this rank; `group` has the ranks that share it.
+    `text` is how it reads and writes, if the folder does not tell.
+    """
     place = resolve_device(device)
     if precision not in ("auto", *DTYPES):
         raise LoadError(f"precision {precision!r} is none of auto, {', '.join(DTYPES)}")
@@ -73,9 +77,10 @@ def load(
     try:
         config = hub.config_of(folder)
         _refuse_others(config, str(folder))
+        text = text or Text.of_folder(folder)
         dtype = hub.stored_dtype(folder) if precision == "auto" else DTYPES[precision]
         model = _build(config, dtype, place, group, lambda model: hub.load_into(model, folder))
-        return Loaded(model, Text.of_folder(folder), folder.resolve().name)
+        return Loaded(model, text, folder.resolve().name)
     except ValueError as error:
         raise LoadError(str(error)) from None
 
@@ -104,7 +109,9 @@ def _build(
 ) -> Model:
     with torch.device("meta"):
         model = MODELS[type(config)](config)
-    loaded: Model = shards.load(model, group, fill, device=device, dtype=dtype)
+    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize / 2**30
+    with enough_for(f"the model's {size:.1f} GiB of weights: serve it over more ranks, or in another precision"):
+        loaded: Model = shards.load(model, group, fill, device=device, dtype=dtype)
     return loaded
 
 

@@ -33,8 +33,8 @@ def shape(model: Any, settings: Settings, group: dist.ProcessGroup | None) -> Sh
     a_page, row_pages = page_bytes(model, settings.page_size), _row_pages(model, settings)
     device = next(model.parameters()).device
     with enough_for(
-        f"steps of {settings.token_budget} tokens and {settings.most_running} requests: lower --token-budget or "
-        "--most-running, or serve over more ranks"
+        f"steps of {settings.token_budget} tokens and {settings.most_running} requests beside the model: lower "
+        "--token-budget or --most-running, or serve over more ranks"
     ):
         room = settings.cache_gib * 2**30 or _free(model, settings, device, group)
     count = min(int(room // a_page), settings.most_running * row_pages)
@@ -47,6 +47,11 @@ def shape(model: Any, settings: Settings, group: dist.ProcessGroup | None) -> Sh
             f"the cache has room for {max(count, 0)} pages of {settings.page_size} tokens ({a_page / 2**20:.1f} MiB "
             "each): give it more memory (--cache-gib), or serve over more ranks"
         )
+    if (room := context(model, settings, count)) < settings.context:
+        raise ValueError(
+            f"the cache has room for {room} tokens, and --context asks for {settings.context}: give it more memory "
+            "(--cache-gib), lower --context, or serve over more ranks"
+        )
     return Shape(count, settings.page_size, settings.most_running, min(row_pages, count))
 
 
@@ -58,7 +63,7 @@ def enough_for(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if not any(said in str(error) for said in ("out of memory", "can't allocate memory")):
             raise
-        raise ValueError(f"beside the model there is no memory for {what}") from None
+        raise ValueError(f"there is no memory for {what}") from None
 
 
 def context(model: Any, settings: Settings, pages: int) -> int:
@@ -68,6 +73,11 @@ def context(model: Any, settings: Settings, pages: int) -> int:
 
 def _row_pages(model: Any, settings: Settings) -> int:
     return -(-int(settings.context or model.config.context) // settings.page_size)
+
+
+def text(size: float) -> str:
+    """Bytes as people read them."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def page_bytes(model: Any, page_size: int) -> int:

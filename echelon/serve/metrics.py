@@ -109,8 +109,8 @@ class Metrics:
             self._recent_next.add(now, seconds, count)
             self._generated.add(now, count)
 
-    def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
-        """A request has ended, so long after it arrived."""
+    def finished(self, reason: str, seconds: float, prompt_tokens: int | None, generated_tokens: int) -> None:
+        """An answer has ended, so long after its request arrived; the first of a request's answers tells its prompt."""
         with self._lock:
             self._finished[_REASONS.get(reason, reason)] += 1
             now = self._clock()
@@ -119,7 +119,8 @@ class Metrics:
                 return
             self._whole.add(seconds)
             self._recent_whole.add(now, seconds)
-            self._asked.add(prompt_tokens)
+            if prompt_tokens is not None:
+                self._asked.add(prompt_tokens)
             self._answered.add(generated_tokens)
 
     def step(self, running: int, waiting: int, pages_used: int, pages: int, tokens: int, seconds: float) -> None:

@@ -13,6 +13,7 @@ from echelon.models.presets import nearest
 from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
 
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 QUANTIZED = ("none", "int8", "int8-dynamic", "fp8")
 
 
@@ -48,7 +49,9 @@ class Options:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        if bool(self.source) == bool(self.random):
+        if self.source and self.random:
+            raise OptionError(f"both {self.source} and --random {self.random} are named: take one")
+        if not self.source and not self.random:
             raise OptionError(
                 "name what shall be served: a Hugging Face folder, a run's folder, a file of options, or --random NAME"
             )
@@ -94,7 +97,7 @@ def read(path: Path) -> dict[str, Any]:
         if kinds[name] is float and type(value) is int:
             told[name] = float(value)
         elif type(value) is not kinds[name]:
-            raise OptionError(f"{path}: {name} = {value!r} must be a {kinds[name].__name__}")
+            raise OptionError(f"{path}: {name} = {value!r} must be {_KINDS[kinds[name]]}")
     if told.get("source") and not Path(told["source"]).is_absolute():
         told["source"] = str(path.parent / told["source"])
     return told

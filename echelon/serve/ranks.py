@@ -7,6 +7,7 @@ rank then reads its own slices of it.
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ def _load(options: Options, group: dist.ProcessGroup | None) -> Loaded:
         loaded = load(options.random, random=True, **how)
     elif (Path(options.source) / "config.toml").is_file():
         folder, tokenizer, name = _exported(Path(options.source), group)
-        found = load(folder, **how)
-        loaded = Loaded(found.model, Text.of_name(tokenizer), name)
+        found = load(folder, text=Text.of_name(tokenizer), **how)
+        loaded = replace(found, name=name)
     else:
         loaded = load(options.source, **how)
     if options.quantize != "none":

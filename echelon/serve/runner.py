@@ -39,7 +39,10 @@ class Runner:
         device = next(model.parameters()).device
         self._on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
         lower = "--cache-gib" if settings.cache_gib else "--token-budget or --most-running"
-        with memory.enough_for(f"the cache: lower {lower}, or serve over more ranks"), self._on_device():
+        with (
+            memory.enough_for(f"the cache beside the model: lower {lower}, or serve over more ranks"),
+            self._on_device(),
+        ):
             self._way = way.build(model, shape, settings)
             if self.choice.fused:
                 most = memory.context(model, settings, shape.pages)

@@ -43,6 +43,8 @@ class Slo:
             match = re.fullmatch(r"\s*(ttft|tbt)\s*=\s*(\d+\.?\d*)\s*(ms|s)\s*", part)
             if match is None or float(match[2]) == 0:
                 raise ValueError(f"{part.strip()!r} is not a promise: write ttft=5s, tbt=25ms, or both with a comma")
+            if match[1] in found:
+                raise ValueError(f"{match[1]} is promised twice in {text!r}")
             found[match[1]] = float(match[2]) * _UNITS[match[3]]
         return cls(**found)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from echelon.models.tokenizer import Bytes, Tokenizer, open_tokenizer
+from echelon.models.tokenizer import Bytes, Tokenizer, TokenizerError, open_tokenizer
 from echelon.serve.request import BadRequest
 
 _PLAIN_CHAT = (
@@ -34,8 +34,11 @@ class Text:
         self.ends = frozenset(ends) or frozenset(() if tokenizer.end is None else (tokenizer.end,))
 
     @classmethod
-    def of_folder(cls, folder: Path) -> Text:
-        """Of a Hugging Face folder; without a tokenizer.json its tokens are bytes."""
+    def of_folder(cls, folder: str | Path) -> Text:
+        """Of a Hugging Face folder. Without a tokenizer.json tokens are bytes, if the vocabulary has no more; a
+        TokenizerError if it has, or if a file cannot be read.
+        """
+        folder = Path(folder)
         told = [_read(folder / name) for name in ("config.json", "generation_config.json")]
         ends: Any = next((each["eos_token_id"] for each in reversed(told) if each.get("eos_token_id") is not None), [])
         settings = _read(folder / "tokenizer_config.json")
@@ -46,6 +49,12 @@ class Text:
         if (folder / "chat_template.jinja").is_file():
             template = (folder / "chat_template.jinja").read_text()
         has_tokenizer = (folder / "tokenizer.json").is_file()
+        vocabulary = told[0].get("vocab_size", 0)
+        if not has_tokenizer and vocabulary > Bytes.vocabulary:
+            raise TokenizerError(
+                f"{folder} has no tokenizer.json, and the model's {vocabulary:,} tokens are not bytes: put the file "
+                "there; transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…) writes it"
+            )
         return cls(
             open_tokenizer(str(folder)) if has_tokenizer else Bytes(),
             ends=[ends] if isinstance(ends, int) else ends,
@@ -165,11 +174,16 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """What a file says, if it is there."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path} is no JSON object")
+    return found
 
 
 def _content(token: Any) -> str | None:

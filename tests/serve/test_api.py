@@ -168,6 +168,7 @@ def test_the_model_is_told(client: openai.OpenAI, server: Served) -> None:  # no
 
 def test_health_and_metrics(server: Served) -> None:  # noqa: F811
     assert server.plain.get("/health").json() == {"status": "ok"}
+    assert server.plain.head("/health").status_code == 200
     answer = server.plain.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'echelon:num_requests_running{model_name="tiny"}' in answer.text
@@ -407,6 +408,24 @@ def process() -> Iterator[Process]:
                 yield made
         finally:
             started.kill()
+
+
+def test_a_request_that_never_comes_whole_is_left_quietly(process: Process) -> None:
+    process.serve(limit=60)
+    host, port = process.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as half:
+        lines = (
+            "POST /v1/completions HTTP/1.1",
+            f"Host: {host}",
+            "Content-Type: application/json",
+            "Content-Length: 9",
+        )
+        half.sendall("\r\n".join((*lines, "", "{")).encode())
+        until(lambda: process.plain.get(f"{process.url}/health").status_code == 200)
+        process.signal(signal.SIGTERM)
+        said = process.said_until("ended with")
+    assert said[-1] == "ended with 0"
+    assert not [line for line in said if "Traceback" in line], said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)

@@ -214,7 +214,7 @@ def test_options_from_a_file(tmp_path: Path) -> None:
     assert read(file) == {"source": str(tmp_path / "model"), "tp": 2, "cache_gib": 1.0, "slo": "tbt=25ms"}
     for text, why in (
         ("prot = 1", "no option is named 'prot' (did you mean 'port'?)"),
-        ('tp = "2"', "tp = '2' must be a int"),
+        ('tp = "2"', "tp = '2' must be a whole number"),
         ("tp = ", "is no TOML"),
     ):
         file.write_text(text)

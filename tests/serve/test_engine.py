@@ -73,8 +73,24 @@ def test_a_long_prompt_is_attended_to_in_pieces(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_told_of_an_engine() -> None:
     engine = Engine(quantize(small(dim=64, heads=4), "int8"), settings=Settings(cache_gib=0.001, most_running=8))
     engine.close()
-    assert engine.how.startswith("cpu, float32 with int8 weights; PyTorch's own operations (on cpu); ")
-    assert engine.how.endswith(" pages of 16 tokens (0.0 GiB), 8 requests and 512 tokens in a step")
+    assert engine.how == (
+        "cpu, float32 with int8 weights; PyTorch's own operations (on cpu); 64 pages of 16 tokens (0.5 MiB), 128 "
+        "tokens of context; 8 requests and 512 tokens in a step"
+    )
+
+
+def test_a_prompt_of_several_answers_is_counted_once() -> None:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02))
+    engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=2, n=3, ignore_eos=True))
+    engine.close()
+    told = engine.metrics.render("tiny")
+    for name in ("prompt_tokens_total", "request_prompt_tokens_sum"):
+        assert f'echelon:{name}{{model_name="tiny"}} 5' in told, name
+
+
+def test_a_context_that_the_cache_has_no_room_for() -> None:
+    with pytest.raises(ValueError, match=r"room for \d+ tokens, and --context asks for 128: give it more memory"):
+        Engine(small(), settings=Settings(cache_gib=2e-5, context=128))
 
 
 def test_several_engines_have_one_model_and_leave_it_as_it_was() -> None:

@@ -29,6 +29,11 @@ def test_what_is_no_promise(text: str) -> None:
         Slo.parse(text)
 
 
+def test_a_promise_is_made_once() -> None:
+    with pytest.raises(ValueError, match="tbt is promised twice"):
+        Slo.parse("tbt=25ms,tbt=3s")
+
+
 def test_steps_are_learned() -> None:
     pacer = Pacer(Slo(tbt=0.05), 1000)
     chance = random.Random(0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.models.tokenizer import Bytes
+from echelon.models.tokenizer import Bytes, TokenizerError
 from echelon.serve.request import BadRequest
 from echelon.serve.text import Text, Writer
 from tests.train.data.texts import write_tokenizer
@@ -116,6 +116,25 @@ def test_tokens_that_end_an_answer(folder: Path) -> None:
     assert Text.of_folder(folder).ends == {0}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
     assert Text.of_folder(folder).ends == {0, 2}
+
+
+def test_a_folder_without_a_tokenizer_is_read_as_bytes_only_if_that_can_be(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 256}))
+    assert Text.of_folder(str(folder)).encode("ab") == [97, 98]
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 50257}))
+    with pytest.raises(TokenizerError, match=r"has no tokenizer.json, and the model's 50,257 tokens are not bytes"):
+        Text.of_folder(folder)
+
+
+@pytest.mark.parametrize(("name", "why"), [("tokenizer_config.json", "cannot be read"), ("config.json", "cannot be")])
+def test_what_cannot_be_read_is_named(folder: Path, name: str, why: str) -> None:
+    (folder / name).write_text("{")
+    with pytest.raises(TokenizerError, match=rf"{name} {why}"):
+        Text.of_folder(folder)
+    (folder / name).write_text("[]")
+    with pytest.raises(TokenizerError, match=rf"{name} is no JSON object"):
+        Text.of_folder(folder)
 
 
 def test_without_a_template_only_bytes_chat(folder: Path, tmp_path: Path) -> None:
