@@ -58,10 +58,10 @@ def serve(
     ] = "",
     num_prompts: Annotated[int, typer.Option(help="How many requests.", rich_help_panel=_WHAT)] = 1000,
     random_input_len: Annotated[
-        int, typer.Option("--random-input-len", "--input-len", help="Tokens of a prompt.", rich_help_panel=_WHAT)
+        int, typer.Option("--input-len", "--random-input-len", help="Tokens of a prompt.", rich_help_panel=_WHAT)
     ] = 1024,
     random_output_len: Annotated[
-        int, typer.Option("--random-output-len", "--output-len", help="Tokens of an answer.", rich_help_panel=_WHAT)
+        int, typer.Option("--output-len", "--random-output-len", help="Tokens of an answer.", rich_help_panel=_WHAT)
     ] = 128,
     random_range_ratio: Annotated[
         float, typer.Option(help="Lengths spread by this part of them, both ways.", rich_help_panel=_WHAT)

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 
 
 def say(message: str) -> None:
@@ -18,6 +19,11 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """Say it, and end."""
     say(message)
     raise typer.Exit(code)
+
+
+def busy(with_what: str) -> Status:
+    """A sign of life on a terminal, while something takes long."""
+    return Console(stderr=True).status(escape(with_what))
 
 
 def bar_of_ranks(terminal: int, shown: bool, width: int) -> Progress:

@@ -46,7 +46,8 @@ class Job:
 
     Or on this machine, divided into the nodes of a `cluster`. `record` is where the ranks record what they send.
     A job that looks for the file `stop` now and then, and leaves when it is there, is asked so to end by the first
-    signal, and has `stop_seconds` to do so.
+    signal, and has `stop_seconds` to do so. `refusal` is the exit code by which ranks say that what was asked for
+    cannot be, and that they have told why: nothing is reported of them.
     """
 
     ranks: int
@@ -57,6 +58,7 @@ class Job:
     record: Path | None = None
     stop: Path | None = None
     stop_seconds: float = 300.0
+    refusal: int | None = None
 
     def __post_init__(self) -> None:
         if self.cluster is not None and (self.hosts or self.ranks != self.cluster.ranks):
@@ -108,7 +110,8 @@ def run(job: Job, mpi: Installation, meanwhile: contextlib.AbstractContextManage
             sight = watch.sight()
             if received or not sight.states:
                 return code
-            if code := exit_code(sight, code):
+            code = exit_code(sight, code)
+            if code and code != job.refusal:
                 print(f"echelon: {post_mortem(sight, code)}", file=sys.stderr, flush=True)
             return code
         finally:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "ECHELON_API_KEY"
 REFUSED = 2
+STOP, REFUSALS = "stop", "refused-"  # files by which the command tells its ranks to end, and they tell it why they do
 _WHAT, _HOW, _LIMITS, _SERVER, _ANSWER = "What is served", "How", "The engine's limits", "The server", "The answer"
 
 Source = Annotated[
@@ -192,6 +193,8 @@ def _options(command: typer.Context, ranks: int | None) -> tuple[Options, int]:
     by_flag = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     try:
         file = Path(given["source"]) if given["source"].endswith(".toml") else None
+        if file is not None and not file.exists():
+            raise OptionError(f"{file} is not there")
         told = read(file) if file is not None and file.is_file() else {}
         if told:
             given["source"] = told.get("source", "")
@@ -231,10 +234,12 @@ def _go(what: str, options: Options, size: int, record: Path | None, more: dict[
     except NoMPI as error:
         fail(str(error), REFUSED)
     with tempfile.TemporaryDirectory(prefix="echelon-serve-") as folder:
-        stop = Path(folder) / "stop" if what == "serve" else None
         told = Path(folder) / "told.json"  # and not in a command line, which anyone can see
-        says = {"what": what, "options": options.to_text(), "more": more or {}, "stop": str(stop or "")}
-        told.write_text(json.dumps(says))
+        told.write_text(json.dumps({"what": what, "options": options.to_text(), "more": more or {}}))
         command = [sys.executable, "-m", "echelon.serve.rank", str(told)]
-        code = run(Job(size, command, record=record, stop=stop, stop_seconds=options.drain_seconds + 30), mpi)
+        limit = options.drain_seconds + 30
+        job = Job(size, command, record=record, stop=Path(folder) / STOP, stop_seconds=limit, refusal=REFUSED)
+        code = run(job, mpi)
+        for why in dict.fromkeys(path.read_text() for path in sorted(Path(folder).glob(f"{REFUSALS}*"))):
+            say(why)
     raise typer.Exit(code)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from echelon.comm.world import end_well
 from echelon.launch.identity import identity
-from echelon.launch.say import say
-from echelon.serve.command import KEY_VARIABLE, REFUSED
+from echelon.launch.say import busy, say
+from echelon.serve.command import KEY_VARIABLE, REFUSALS, REFUSED, STOP
 from echelon.serve.options import Options
 from echelon.serve.ranks import join, open_engine
 from echelon.serve.request import BadRequest, SamplingParams
@@ -26,31 +26,40 @@ if TYPE_CHECKING:
     from echelon.serve.engine import Engine
 
 
-def main(what: str, options: Options, more: dict[str, Any], stop: Path | None = None) -> int:
-    """The exit code."""
+_FAILED, _INTERRUPTED = 1, 130  # the engine; by the user, as shells say it
+
+
+def main(what: str, options: Options, more: dict[str, Any], folder: Path | None = None) -> int:
+    """The exit code. `folder` is that of the command that has started this rank, if one has."""
+    stop = None if folder is None else folder / STOP
     try:
         listener = _listen(options) if what == "serve" else None  # before the model is loaded: that takes a while
-        engine = open_engine(options)
+        with busy(f"loading {options.random or options.source}"):
+            engine = open_engine(options)
     except ModuleNotFoundError as error:
-        return _refused(f"{error.name} is missing: pip install 'echelon[serve]'")
+        return _refused(f"{error.name} is missing: pip install 'echelon[serve]'", folder)
     except ValueError as error:
-        return _refused(str(error))
+        return _refused(str(error), folder)
     code = 0
     if engine is not None:
         with contextlib.closing(engine):
             try:
-                code = _serve(engine, options, listener, stop) if what == "serve" else _generate(engine, **more)
+                code = _serve(engine, options, listener, stop) if what == "serve" else _generate(engine, stop, **more)
             except BadRequest as error:
-                return _refused(str(error))
-    if dist.is_initialized() and code == 0:
+                code = _refused(str(error), folder)
+    if dist.is_initialized() and code != _FAILED:  # all have ended together
         dist.destroy_process_group()
         end_well()
     return code
 
 
-def _refused(why: str) -> int:
+def _refused(why: str, folder: Path | None) -> int:
+    """What is wrong for all is said once: by the command, if it can be told."""
     rank = identity().rank
-    say(why if rank == 0 else f"rank {rank}: {why}")
+    if folder is None:
+        say(why if rank == 0 else f"rank {rank}: {why}")
+    else:
+        (folder / f"{REFUSALS}{rank:06}").write_text(why)
     return REFUSED
 
 
@@ -87,19 +96,22 @@ def _serve(engine: Engine, options: Options, listener: Any, stop: Path | None) -
     )
 
 
-def _generate(engine: Engine, prompt: str, chat: bool, params: dict[str, Any]) -> int:
+def _generate(engine: Engine, stop: Path | None, prompt: str, chat: bool, params: dict[str, Any]) -> int:
     tokens = engine.text.chat([{"role": "user", "content": prompt}]) if chat else engine.text.encode(prompt)
     room = max(engine.context - len(tokens), 1)
     how = SamplingParams(**params | {"max_tokens": min(params["max_tokens"], room), "stop": tuple(params["stop"])})
     if not chat:
         print(prompt, end="", flush=True)
+    code = 0
     for piece in engine.open(tokens, how):
         print(piece.text, end="", flush=True)
+        if stop is not None and stop.exists():
+            code = _INTERRUPTED
+            break
     print()
-    return 0
+    return code
 
 
 if __name__ == "__main__":
     told = json.loads(Path(sys.argv[1]).read_text())
-    stop_file = Path(told["stop"]) if told["stop"] else None
-    sys.exit(main(told["what"], Options.from_text(told["options"]), told["more"], stop_file))
+    sys.exit(main(told["what"], Options.from_text(told["options"]), told["more"], Path(sys.argv[1]).parent))

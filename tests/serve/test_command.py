@@ -102,6 +102,25 @@ def test_a_rank_that_dies_ends_the_service() -> None:
         assert code == signal.SIGKILL
 
 
+def test_ctrl_c_ends_an_answer_of_two_ranks_without_a_fuss() -> None:
+    command = [*ECHELON, "generate", *TINY, "hello", "-n", "2", "--max-tokens", "2000"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(10).startswith("hello"), "the answer has begun"
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.read()
+    assert process.returncode == 130
+    assert told == "echelon: asked the job to stop; a second signal ends it at once\n"
+
+
+def test_what_cannot_be_served_by_several_ranks_is_said_once(tmp_path: Path) -> None:
+    refused = run("serve", str(tmp_path), "-n", "2")
+    assert refused.returncode == 2
+    assert refused.stderr.count("echelon: ") == refused.stderr.count("is no folder with a model's") == 1
+
+
 def ranks_of(process: int) -> list[int]:
     """The processes of a job that run a rank."""
     found = []
