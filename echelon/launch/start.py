@@ -46,8 +46,8 @@ class Job:
 
     Or on this machine, divided into the nodes of a `cluster`. `record` is where the ranks record what they send.
     A job that looks for the file `stop` now and then, and leaves when it is there, is asked so to end by the first
-    signal, and has `stop_seconds` to do so. `refusal` is the exit code by which ranks say that what was asked for
-    cannot be, and that they have told why: nothing is reported of them.
+    signal, and has `stop_seconds` to do so. `refusal` is the exit code by which all ranks say that what was asked
+    for cannot be, and that they have told why: nothing is reported of them.
     """
 
     ranks: int

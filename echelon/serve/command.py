@@ -16,6 +16,7 @@ import typer
 
 from echelon.launch.find import NoMPI, find
 from echelon.launch.identity import identity
+from echelon.launch.report import ranks_text
 from echelon.launch.say import fail, say
 from echelon.launch.start import Job, run
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "ECHELON_API_KEY"
 REFUSED = 2
 STOP, REFUSALS = "stop", "refused-"  # files by which the command tells its ranks to end, and they tell it why they do
+_GENERATE_STOP_SECONDS = 5.0  # after Ctrl-C, for the piece that is being computed, or what is being loaded
 _WHAT, _HOW, _LIMITS, _SERVER, _ANSWER = "What is served", "How", "The engine's limits", "The server", "The answer"
 
 Source = Annotated[
@@ -237,9 +239,17 @@ def _go(what: str, options: Options, size: int, record: Path | None, more: dict[
         told = Path(folder) / "told.json"  # and not in a command line, which anyone can see
         told.write_text(json.dumps({"what": what, "options": options.to_text(), "more": more or {}}))
         command = [sys.executable, "-m", "echelon.serve.rank", str(told)]
-        limit = options.drain_seconds + 30
+        limit = options.drain_seconds + 30 if what == "serve" else _GENERATE_STOP_SECONDS
         job = Job(size, command, record=record, stop=Path(folder) / STOP, stop_seconds=limit, refusal=REFUSED)
         code = run(job, mpi)
-        for why in dict.fromkeys(path.read_text() for path in sorted(Path(folder).glob(f"{REFUSALS}*"))):
-            say(why)
+        _say_refusals(Path(folder), size)
     raise typer.Exit(code)
+
+
+def _say_refusals(folder: Path, size: int) -> None:
+    """What ranks have said, once; and who has, if it was not all of them."""
+    said: dict[str, list[int]] = {}
+    for path in sorted(folder.glob(f"{REFUSALS}*")):
+        said.setdefault(path.read_text(), []).append(int(path.name.removeprefix(REFUSALS)))
+    for why, ranks in said.items():
+        say(why if 0 in ranks or len(ranks) == size else f"{ranks_text(ranks)}: {why}")

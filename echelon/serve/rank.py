@@ -34,7 +34,8 @@ def main(what: str, options: Options, more: dict[str, Any], folder: Path | None 
     stop = None if folder is None else folder / STOP
     try:
         listener = _listen(options) if what == "serve" else None  # before the model is loaded: that takes a while
-        with busy(f"loading {options.random or options.source}"):
+        is_first = identity().rank == 0  # the others load, and follow until the end
+        with busy(f"loading {options.random or options.source}") if is_first else contextlib.nullcontext():
             engine = open_engine(options)
     except ModuleNotFoundError as error:
         return _refused(f"{error.name} is missing: pip install 'echelon[serve]'", folder)
@@ -100,16 +101,15 @@ def _generate(engine: Engine, stop: Path | None, prompt: str, chat: bool, params
     tokens = engine.text.chat([{"role": "user", "content": prompt}]) if chat else engine.text.encode(prompt)
     room = max(engine.context - len(tokens), 1)
     how = SamplingParams(**params | {"max_tokens": min(params["max_tokens"], room), "stop": tuple(params["stop"])})
+    stream = engine.open(tokens, how)
     if not chat:
         print(prompt, end="", flush=True)
-    code = 0
-    for piece in engine.open(tokens, how):
+    for piece in stream:
         print(piece.text, end="", flush=True)
         if stop is not None and stop.exists():
-            code = _INTERRUPTED
             break
     print()
-    return code
+    return _INTERRUPTED if stop is not None and stop.exists() else 0
 
 
 if __name__ == "__main__":

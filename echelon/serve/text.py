@@ -50,9 +50,9 @@ class Text:
             template = (folder / "chat_template.jinja").read_text()
         has_tokenizer = (folder / "tokenizer.json").is_file()
         vocabulary = told[0].get("vocab_size", 0)
-        if not has_tokenizer and vocabulary > Bytes.vocabulary:
+        if not has_tokenizer and not (isinstance(vocabulary, int) and vocabulary <= Bytes.vocabulary):
             raise TokenizerError(
-                f"{folder} has no tokenizer.json, and the model's {vocabulary:,} tokens are not bytes: put the file "
+                f"{folder} has no tokenizer.json, and the model's {vocabulary} tokens are not bytes: put the file "
                 "there; transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…) writes it"
             )
         return cls(

@@ -103,7 +103,7 @@ def test_a_rank_that_dies_ends_the_service() -> None:
 
 
 def test_ctrl_c_ends_an_answer_of_two_ranks_without_a_fuss() -> None:
-    command = [*ECHELON, "generate", *TINY, "hello", "-n", "2", "--max-tokens", "2000"]
+    command = [*ECHELON, "generate", *TINY, "hello", "-n", "2", "--max-tokens", "2000", "--temperature", "0"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
         assert process.stdout is not None

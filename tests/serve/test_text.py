@@ -122,9 +122,12 @@ def test_a_folder_without_a_tokenizer_is_read_as_bytes_only_if_that_can_be(folde
     (folder / "tokenizer.json").unlink()
     (folder / "config.json").write_text(json.dumps({"vocab_size": 256}))
     assert Text.of_folder(str(folder)).encode("ab") == [97, 98]
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 50257}))
-    with pytest.raises(TokenizerError, match=r"has no tokenizer.json, and the model's 50,257 tokens are not bytes"):
-        Text.of_folder(folder)
+    for size in (50257, None):
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+        with pytest.raises(
+            TokenizerError, match=rf"has no tokenizer.json, and the model's {size} tokens are not bytes"
+        ):
+            Text.of_folder(folder)
 
 
 @pytest.mark.parametrize(("name", "why"), [("tokenizer_config.json", "cannot be read"), ("config.json", "cannot be")])
