@@ -17,7 +17,7 @@ from echelon.models.model import Model
 from echelon.models.presets import MODELS, PRESETS, Config, is_causal, nearest
 from echelon.models.tokenizer import Bytes
 from echelon.parallel import shards
-from echelon.serve.memory import enough_for
+from echelon.serve import memory
 from echelon.serve.text import Text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,8 +109,10 @@ def _build(
 ) -> Model:
     with torch.device("meta"):
         model = MODELS[type(config)](config)
-    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize / 2**30
-    with enough_for(f"the model's {size:.1f} GiB of weights: serve it over more ranks, or in another precision"):
+    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    with memory.enough_for(
+        f"the model's {memory.text(size)} of weights: serve it over more ranks, or in another precision"
+    ):
         loaded: Model = shards.load(model, group, fill, device=device, dtype=dtype)
     return loaded
 

@@ -44,12 +44,12 @@ def shape(model: Any, settings: Settings, group: dist.ProcessGroup | None) -> Sh
         count = int(least)
     if count < 2:
         raise ValueError(
-            f"the cache has room for {max(count, 0)} pages of {settings.page_size} tokens ({a_page / 2**20:.1f} MiB "
-            "each): give it more memory (--cache-gib), or serve over more ranks"
+            f"the cache has room for {max(count, 0)} pages of {settings.page_size} tokens ({text(a_page)} each): "
+            "give it more memory (--cache-gib), or serve over more ranks"
         )
-    if (room := context(model, settings, count)) < settings.context:
+    if (longest := context(model, settings, count)) < settings.context:
         raise ValueError(
-            f"the cache has room for {room} tokens, and --context asks for {settings.context}: give it more memory "
+            f"the cache has room for {longest} tokens, and --context asks for {settings.context}: give it more memory "
             "(--cache-gib), lower --context, or serve over more ranks"
         )
     return Shape(count, settings.page_size, settings.most_running, min(row_pages, count))

@@ -8,7 +8,6 @@ job's store.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,8 +35,7 @@ class Runner:
         self.choice = way.choose(model, settings)
         self._group = group if group is not None and group.size() > 1 else None
         self._rests, self._is_resting = 0, False
-        device = next(model.parameters()).device
-        self._on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        self._on_device = partial(torch.cuda.device_of, next(model.parameters()))
         lower = "--cache-gib" if settings.cache_gib else "--token-budget or --most-running"
         with (
             memory.enough_for(f"the cache beside the model: lower {lower}, or serve over more ranks"),

@@ -38,6 +38,7 @@ from echelon.serve.request import SamplingParams
 from echelon.serve.sample import Draw
 from echelon.serve.settings import Settings
 from echelon.serve.step import PENDING, Part, Shape
+from tests.serve.models import Replayed
 
 
 class Gpu(NamedTuple):
@@ -48,7 +49,7 @@ class Gpu(NamedTuple):
 
 GPUS = {"H200": Gpu(90, 132, 232_448), "A100": Gpu(80, 108, 166_912), "RTX 4090": Gpu(89, 128, 101_376)}
 SERVED = ("gpt2", "llama3-8b", "qwen3-0.6b")
-WIDTHS = {"llama3-8b": ((6144, 4096), (4096, 14336), (28672, 4096)), "qwen3-0.6b": ((4096, 1024), (1024, 3072))}
+WIDTHS = ((6144, 4096), (4096, 14336), (28672, 4096), (4096, 1024), (1024, 3072))  # of Llama 3 8B and Qwen3 0.6B
 _DRAWS = (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5, logprobs=2))
 
 
@@ -68,13 +69,6 @@ class Driver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-class Replayed:
-    """In place of a graph: what would have been captured is called anew."""
-
-    def __init__(self, compute: Any, *_: Any) -> None:
-        self.replay = compute
 
 
 @contextmanager
@@ -137,7 +131,7 @@ def a_layer(name: str, dtype: torch.dtype) -> None:
 
 
 def in_8_bits(has_floats: bool) -> None:
-    for columns, inner in (shape for shapes in WIDTHS.values() for shape in shapes):
+    for columns, inner in WIDTHS:
         weight, scales = meta(columns, inner, dtype=torch.int8), meta(columns, 1, dtype=torch.float32)
         kernels.widen(weight, scales, torch.bfloat16)
         for rows in (1, 32, 128):

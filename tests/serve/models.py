@@ -1,4 +1,4 @@
-"""Small models whose next token is far from even: first values are too small for that."""
+"""Small models whose next token is far from even (first values are too small for that); what stands in for a graph."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ def small(name: str = "llama3-8b", **changes: Any) -> Any:
         if parameter.dim() > 1:
             parameter.mul_(8)
     return model
+
+
+class Replayed:
+    """In place of a graph: what would have been captured is computed anew, from where its input would lie."""
+
+    used = 0
+
+    def __init__(self, compute: Any, *_: Any) -> None:
+        self._compute = compute
+
+    def replay(self) -> Any:
+        Replayed.used += 1
+        return self._compute()

@@ -22,7 +22,7 @@ from echelon.serve.settings import Settings
 from echelon.serve.step import PENDING, Part
 from echelon.serve.text import Text
 from tests.serve import kernels as checks
-from tests.serve.models import small
+from tests.serve.models import Replayed, small
 
 pytest.importorskip("triton", reason="needs Triton, whose interpreter computes kernels on a CPU")
 
@@ -107,19 +107,6 @@ def answers(name: str, params: list[SamplingParams], **settings: Any) -> list[tu
     assert engine._scheduler.counts.preempted
     engine.close()
     return [tuple(choice.tokens for choice in answer.choices) for answer in found]
-
-
-class Replayed:
-    """In place of a graph: what would have been captured is computed anew, from where its input would lie."""
-
-    used = 0
-
-    def __init__(self, compute: Any, *_: Any) -> None:
-        self._compute = compute
-
-    def replay(self) -> Any:
-        Replayed.used += 1
-        return self._compute()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of nobody's places, where anything may lie
