@@ -11,6 +11,8 @@ Random weights in bf16; each part can be asked for alone:
 - parts: the first part again, with one of the engine's choices turned off at a time
 - split: a step of one sequence of 1,024 and of 16,384 tokens, of the Llama of 8B, with the keys that attention reads
   split over as many programs as the engine chooses, and not split
+- mixed: a step of the same model that writes a token for each of 63 sequences of 1,024 tokens and reads 64 or 512 of
+  another's prompt, as one CUDA graph and launched kernel by kernel
 - narrow: weights in 8 bits, int8 and fp8, beside bf16: steps of a Llama of 8B, the first part's speed, and the
   perplexity on held-out text of a small byte-level Llama that has learned Python's standard library
 - rate: requests of 256 ± 204 tokens in and 144 ± 115 out for the Llama of 8B, arriving at random: the highest rate at
@@ -31,8 +33,10 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -220,12 +224,9 @@ def steps(quantized: str = "", batches: tuple[int, ...] = (1, 64)) -> dict[str, 
     found: dict[str, Any] = {"reading, TB/s": speed / 1e12}
     for batch in batches:
         settings = Settings(context=2048, token_budget=2048, most_running=batch)
-        launch = launcher(loaded.model, settings, batch, length=1024)
-        seconds = timed(launch)
+        seconds = step_time(loaded.model, settings, batch, 1024)
         must = bytes_of_step(loaded.model, batch, 1024) / speed
         found[f"batch {batch}"] = {"ms": seconds * 1e3, "reading alone, ms": must * 1e3, "of it": must / seconds}
-        del launch
-        free()
     return found
 
 
@@ -233,21 +234,25 @@ def split() -> dict[str, Any]:
     with torch.device("meta"):
         empty = build("llama3-8b", context=32_768)
     model = shards.load(empty, None, lambda each: each.initialize(), device=CUDA, dtype=torch.bfloat16)
-    chosen, found = Fused._splits, {}
+    found = {}
     for length in (1_024, 16_384):
         settings = Settings(context=length + 64, token_budget=2048, most_running=1)
-        seconds = {}
-        for name, splits in (("split", chosen), ("not split", lambda *_: 1)):
-            Fused._splits = splits  # type: ignore[method-assign]
-            try:
-                launch = launcher(model, settings, 1, length)
-                seconds[name] = timed(launch)
-            finally:
-                Fused._splits = chosen  # type: ignore[method-assign]
-            del launch
-            free()
-        figures = {f"{name}, ms": 1e3 * each for name, each in seconds.items()}
-        found[f"{length} tokens"] = figures | {"times": seconds["not split"] / seconds["split"]}
+        split = step_time(model, settings, 1, length)
+        with patch.object(Fused, "_splits", lambda *_: 1):
+            whole = step_time(model, settings, 1, length)
+        found[f"{length} tokens"] = {"split, ms": 1e3 * split, "not split, ms": 1e3 * whole, "times": whole / split}
+    return found
+
+
+def mixed() -> dict[str, Any]:
+    loaded = load("llama3-8b", random=True, device="cuda")
+    settings = Settings(context=2048, token_budget=2048, most_running=64)
+    found = {}
+    for reading in (64, 512):
+        graph = step_time(loaded.model, settings, 63, 1024, reading)
+        kernels = step_time(loaded.model, replace(settings, graphs=False), 63, 1024, reading)
+        figures = {"one graph, ms": 1e3 * graph, "kernel by kernel, ms": 1e3 * kernels, "times": kernels / graph}
+        found[f"{reading} tokens read"] = figures
     return found
 
 
@@ -280,16 +285,27 @@ def kind_of(kernel: str) -> str:
     return "products" if is_product else "others"
 
 
-def launcher(model: Any, settings: Settings, batch: int, length: int) -> Callable[[], Any]:
-    """What launches a step of answers that all have `length` tokens."""
+def step_time(model: Any, settings: Settings, batch: int, length: int, reading: int = 0) -> float:
+    """Seconds of a step (see `launcher`); nothing of it is left on the GPU."""
+    seconds = timed(launcher(model, settings, batch, length, reading))
+    free()
+    return seconds
+
+
+def launcher(model: Any, settings: Settings, batch: int, length: int, reading: int = 0) -> Callable[[], Any]:
+    """What launches a step of answers that all have `length` tokens, and of the first `reading` tokens of a prompt."""
     settings = settings.on(CUDA)
-    pages = -(-length // settings.page_size) + 1
-    shape = Shape(pages * batch, settings.page_size, batch, pages)
+    pages = -(-max(length, reading) // settings.page_size) + 1
+    rows = range(batch + bool(reading))
+    shape = Shape(pages * len(rows), settings.page_size, len(rows), pages)
     computed = way.build(model, shape, settings)
-    orders = [list(range(row * pages, (row + 1) * pages)) for row in range(batch)]
+    orders = [list(range(row * pages, (row + 1) * pages)) for row in rows]
     draws = [Draw(SamplingParams(temperature=0.6), (row, row), [0] * length, 1) for row in range(batch)]
     first = [Part(row, length, [0], 0, orders[row], True) for row in range(batch)]
     again = [Part(row, length, [PENDING], pages, [], True) for row in range(batch)]
+    if reading:
+        first.append(Part(batch, 0, [0] * reading, 0, orders[batch], False))
+        again.append(Part(batch, 0, [0] * reading, pages, [], False))
 
     @torch.inference_mode()
     def launch(parts: list[Part] = again) -> Any:
@@ -344,6 +360,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "where": where,
     "parts": parts,
     "split": split,
+    "mixed": mixed,
     "narrow": narrow,
     "rate": rate,
 }

@@ -36,6 +36,7 @@ RECORD_VARIABLE = "ECHELON_RECORD"
 LINK_VARIABLE = "ECHELON_LINK"  # what joins the nodes of an emulated cluster
 _JOB_VARIABLE = "ECHELON_JOB"  # marks every process of a job, wherever its launcher put it
 _GRACE_SECONDS = 5.0
+_NEW_SECONDS = 2.0  # within which whoever makes shared memory has opened it, too
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}  # what schedulers send before they end a job, if they are told to
 _OPEN_MPI_TAG = re.compile(rb"^\[[^\]]*,(\d+)\]<std(?:out|err)>:\s?")
 
@@ -116,6 +117,7 @@ def run(job: Job, mpi: Installation, meanwhile: contextlib.AbstractContextManage
             return code
         finally:
             _kill_rest(process, identifier)
+            _remove_leftovers()
 
 
 def command_line(job: Job, mpi: Installation) -> list[str]:
@@ -168,11 +170,31 @@ def memory_folder() -> Path:
 
 
 def _remove_leftovers() -> None:
-    """Those of launchers that were killed and could not do it themselves."""
+    """What launchers and ranks that were killed could not remove themselves: the folders of the former, and shared
+    memory of MPICH that nobody has open any more, or, if it is new, not yet.
+    """
+    if not Path("/proc/self").exists():
+        return
     for folder in memory_folder().glob("echelon-*-*"):
         number = folder.name.split("-")[1]
-        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
+        if number.isdigit() and not Path(f"/proc/{number}").exists():
             shutil.rmtree(folder, ignore_errors=True)
+    unused = [path for path in memory_folder().glob("mpich_shm_*") if _age(path) > _NEW_SECONDS]
+    for maps in Path("/proc").glob("[0-9]*/maps") if unused else ():
+        with contextlib.suppress(OSError):
+            mapped = maps.read_text()
+            unused = [path for path in unused if str(path) not in mapped]
+    for path in unused:
+        with contextlib.suppress(OSError):  # another user's, whose processes cannot be seen
+            path.unlink()
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was made; none if it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _cluster_of(job: Job, folder: Path) -> contextlib.AbstractContextManager[Cluster | None]:

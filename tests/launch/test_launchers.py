@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +179,25 @@ def test_leftovers_of_killed_launchers_are_removed():
         assert (left.exists(), mine.exists()) == (False, True)
     finally:
         shutil.rmtree(mine)
+
+
+def test_shared_memory_of_killed_ranks_is_removed():
+    """What is open stays, whoever has started those ranks."""
+    job = echelon("run", "-n", 2, SCRIPTS / "ends.py", "killed", timeout=60)
+    left = {Path(line.split("MEMORY ")[1]) for line in job.stdout.splitlines() if "MEMORY " in line}
+    if find().family == "MPICH":
+        assert left, "MPICH's shared memory has another name than it had"
+    used = start.memory_folder() / f"mpich_shm_test_{os.getpid()}"
+    used.write_bytes(bytes(4096))
+    try:
+        for path in (used, *(path for path in left if path.exists())):
+            os.utime(path, (0, 0))  # not new any more
+        with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            start._remove_leftovers()
+            assert used.exists()
+        assert not [path for path in left if path.exists()]
+        used.touch()
+        start._remove_leftovers()
+        assert used.exists(), "it may be opened yet"
+    finally:
+        used.unlink()

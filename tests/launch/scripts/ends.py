@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ how = sys.argv[1]
 dist.init_process_group("echelon")
 print("PROCESS", os.getpid(), flush=True)
 dist.barrier()
+maps = Path("/proc/self/maps").read_text().splitlines()
+for path in {line.split()[-1] for line in maps if "/mpich_shm_" in line}:
+    print("MEMORY", path, flush=True)
 if dist.get_rank() == 1:
     if how == "raises":
         raise ValueError("on purpose")
