@@ -13,9 +13,11 @@ how = sys.argv[1]
 dist.init_process_group("echelon")
 print("PROCESS", os.getpid(), flush=True)
 dist.barrier()
-maps = Path("/proc/self/maps").read_text().splitlines()
-for path in {line.split()[-1] for line in maps if "/mpich_shm_" in line}:
-    print("MEMORY", path, flush=True)
+if how == "killed":
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    for path in {line.split()[-1] for line in maps if "/mpich_shm_" in line}:
+        print("MEMORY", path, flush=True)
+    dist.barrier()
 if dist.get_rank() == 1:
     if how == "raises":
         raise ValueError("on purpose")
