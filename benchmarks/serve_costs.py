@@ -31,7 +31,7 @@ from echelon.models.llama import LlamaConfig
 from echelon.serve.engine import Engine
 from echelon.serve.request import Refused, SamplingParams
 from echelon.serve.runner import Runner
-from echelon.serve.sample import Chosen, Draw
+from echelon.serve.sample import Chosen, Draws
 from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
 from echelon.serve.step import Part, Shape, pack
@@ -78,7 +78,7 @@ def own_part() -> dict[str, Any]:
     runs: list[float] = []
     launch = engine._runner.launch
 
-    def timed(parts: list[Part], draws: list[Draw]) -> Chosen | None:
+    def timed(parts: list[Part], draws: Draws) -> Chosen | None:
         began = time.perf_counter()
         chosen = launch(parts, draws)
         runs.append(time.perf_counter() - began)

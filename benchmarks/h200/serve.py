@@ -57,7 +57,7 @@ from echelon.serve.fused import Fused  # noqa: E402
 from echelon.serve.load import load  # noqa: E402
 from echelon.serve.quantize import quantize, weight_bytes  # noqa: E402
 from echelon.serve.request import SamplingParams  # noqa: E402
-from echelon.serve.sample import Draw  # noqa: E402
+from echelon.serve.sample import Draw, Draws  # noqa: E402
 from echelon.serve.settings import Settings  # noqa: E402
 from echelon.serve.slo import Slo  # noqa: E402
 from echelon.serve.step import PENDING, Part, Shape  # noqa: E402
@@ -300,7 +300,7 @@ def launcher(model: Any, settings: Settings, batch: int, length: int, reading: i
     shape = Shape(pages * len(rows), settings.page_size, len(rows), pages)
     computed = way.build(model, shape, settings)
     orders = [list(range(row * pages, (row + 1) * pages)) for row in rows]
-    draws = [Draw(SamplingParams(temperature=0.6), (row, row), [0] * length, 1) for row in range(batch)]
+    draws = Draws(Draw(SamplingParams(temperature=0.6), (row, row), [0] * length, 1) for row in range(batch))
     first = [Part(row, length, [0], 0, orders[row], True) for row in range(batch)]
     again = [Part(row, length, [PENDING], pages, [], True) for row in range(batch)]
     if reading:

@@ -8,6 +8,7 @@ content until it is needed for another: those unused for longest go first.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 ROOT = 0  # the content before a first page
@@ -19,7 +20,7 @@ class Pages:
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
         self._holders = [0] * count
-        self._free = dict.fromkeys(range(count))  # what nobody holds, unused for longest first
+        self._free = OrderedDict.fromkeys(range(count))  # what nobody holds, unused for longest first
         self._content: list[tuple[int, tuple[int, ...]] | None] = [None] * count
         self._named: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # content: its number, and its page
         self._next = ROOT + 1
@@ -38,8 +39,7 @@ class Pages:
 
     def take(self) -> int:
         """A page for new content."""
-        page: int = next(iter(self._free))
-        del self._free[page]
+        page, _ = self._free.popitem(last=False)
         content, self._content[page] = self._content[page], None
         if content is not None:
             del self._named[content]

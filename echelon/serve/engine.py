@@ -26,13 +26,13 @@ from echelon.serve import memory, way
 from echelon.serve.cache import Pages
 from echelon.serve.metrics import Metrics
 from echelon.serve.request import Answer, BadRequest, EngineFailed, Finish, Logprob, Piece, Refused, SamplingParams
-from echelon.serve.runner import Runner
-from echelon.serve.sample import Chosen, Draw
+from echelon.serve.runner import Runner, undisturbed
+from echelon.serve.sample import Chosen, Draw, Draws
 from echelon.serve.scheduler import Scheduler, Span
 from echelon.serve.scheduler import Sequence as Scheduled
 from echelon.serve.settings import Settings
 from echelon.serve.slo import Pacer
-from echelon.serve.stream import Stream, collect
+from echelon.serve.stream import Stream, collect, wake
 from echelon.serve.text import Text, Writer
 
 _REST_SECONDS = 1.0  # without anything to do, after which other ranks need not look for it
@@ -47,10 +47,13 @@ class _Writing:
     def __init__(self, stream: Stream, index: int, key: tuple[int, int], limit: int, priority: int, text: Text) -> None:
         self.stream, self.index = stream, index
         self.sequence = Scheduled(list(stream.prompt), limit, priority)
-        self.draw = Draw(stream.params, key, self.sequence.tokens, self.sequence.prompt)
-        self.writer = Writer(text, stream.params.stop, stream.prompt)
+        params = stream.params
+        self.draw = Draw(params, key, self.sequence.tokens, self.sequence.prompt)
+        self.writer = Writer(text, params.stop, stream.prompt) if params.stop else None  # which looks for stop texts
         self.generated = 0  # tokens
+        self.most = limit - self.sequence.prompt
         self.arrived = self.last_token = time.perf_counter()
+        self.has_ended = False
 
 
 class _Flight(NamedTuple):
@@ -108,6 +111,7 @@ class Engine:
         self._later: dict[Stream, list[_Writing]] = {}  # further answers: they begin when the first has read the prompt
         self._changed = threading.Condition()
         self._landed: float | None = None  # when the last step did, if another follows at once
+        self._draws = Draws()  # of the last step
         self._is_draining = self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -154,7 +158,8 @@ class Engine:
                 "max_tokens",
             )
         limit = len(tokens) + (most if params.max_tokens is None else params.max_tokens)
-        stream = Stream(tuple(tokens), params, self._notify)
+        ends = frozenset[int]() if params.ignore_eos else self.text.ends
+        stream = Stream(tuple(tokens), params, self.text, ends, self._notify)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         writings = [
             _Writing(stream, index, counter.name_key(seed, str(index)), limit, priority, self.text)
@@ -228,11 +233,12 @@ class Engine:
         """A step is launched before the one before it is landed, so that the device need not wait for this thread."""
         flight: _Flight | None = None
         try:
-            while self._wait(flight is not None):
-                following = self._launch() if flight is None or flight.can_be_followed else None
-                if flight is not None:
-                    self._land(flight)
-                flight = following
+            with undisturbed():
+                while self._wait(flight is not None):
+                    following = self._launch() if flight is None or flight.can_be_followed else None
+                    if flight is not None:
+                        self._land(flight)
+                    flight = following
             self._runner.end()
         except BaseException as error:
             self.failed = error
@@ -242,7 +248,8 @@ class Engine:
             self._later.clear()
             self._changed.notify_all()
         for stream in streams.values():
-            stream.put(self._failure())
+            stream.fail(self._failure())
+        wake(streams.values())
 
     def _failure(self) -> EngineFailed:
         failure = EngineFailed(f"the engine has failed: {self.failed}" if self.failed else "the engine was closed")
@@ -267,9 +274,11 @@ class Engine:
         cancelled = [each for each in self._writing.values() if each.stream.is_cancelled]
         for writing in cancelled:
             for further in self._later.pop(writing.stream, []):
-                writing.stream.put(Piece(further.index, "", finish="cancelled"))
-            self._end(writing, "cancelled", Piece(writing.index, "", finish="cancelled"))
+                writing.stream.cut(further.index)
+            self._end(writing, "cancelled")
+            writing.stream.cut(writing.index)
         if cancelled:
+            wake(writing.stream for writing in cancelled)
             self._changed.notify_all()
             self._report(tokens=0, seconds=0.0)
 
@@ -283,67 +292,69 @@ class Engine:
             preempted, asked, found = (new - old for new, old in zip(scheduler.counts, before, strict=True))
             parts = [span.part() for span in spans]
             last = [self._writing[span.sequence] for span in spans if span.is_last]
-            draws = [writing.draw for writing in last]
         self.metrics.preempted(preempted)
         self.metrics.prefix(asked, found)
         if not spans:
             return None
-        chosen = self._runner.launch(parts, draws)
-        can_be_followed = self._runner.choice.ahead and not any(draw.looks_back for draw in draws)
+        draws = [writing.draw for writing in last]
+        if draws != self._draws.each:
+            self._draws = Draws(draws)
+        chosen = self._runner.launch(parts, self._draws)
+        can_be_followed = self._runner.choice.ahead and not self._draws.look_back
         with self._changed:
             scheduler.advance(spans)
         return _Flight(spans, last, chosen, began, can_be_followed)
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a step's tokens, and give them to those who still want them."""
-        chosen = flight.chosen.result()
+        tokens, logprobs = flight.chosen.result()
         now = time.perf_counter()
         seconds = now - (self._landed or flight.began)  # whoever answers waits from one token to the next
         self._landed = now
+        waits: Counter[float] = Counter()
         with self._changed:
-            taken = [each for each in zip(flight.last, chosen, strict=True) if each[0].sequence in self._writing]
-            for wait, count in Counter(now - writing.last_token for writing, _ in taken if writing.generated).items():
+            for place, (writing, token) in enumerate(zip(flight.last, tokens, strict=True)):
+                if writing.has_ended:
+                    continue
+                self._scheduler.settle(writing.sequence, token)
+                if writing.generated:
+                    waits[now - writing.last_token] += 1
+                self._take(writing, token, None if logprobs is None else logprobs[place], now)
+            for wait, count in waits.items():
                 self.metrics.next_token(wait, count)
-            for writing, token in taken:
-                self._scheduler.settle(writing.sequence, token.token)
-                self._take(writing, token, now)
             self._changed.notify_all()  # those who wait for room, or for the end
-            tokens = sum(span.count for span in flight.spans)
+            count = sum(span.count for span in flight.spans)
             if self._pacer is not None:
                 answering = sum(span.answers for span in flight.spans)
-                self._pacer.took(answering, tokens - answering, seconds)
-            self._report(tokens, seconds)
+                self._pacer.took(answering, count - answering, seconds)
+            self._report(count, seconds)
+        wake(writing.stream for writing in flight.last)
 
     def _report(self, tokens: int, seconds: float) -> None:
         running, waiting, pages = self._scheduler.running, self._scheduler.waiting, self._scheduler.pages
         self.metrics.step(len(running), len(waiting), pages.used, pages.count, tokens, seconds)
 
-    def _take(self, writing: _Writing, token: Logprob, now: float) -> None:
+    def _take(self, writing: _Writing, token: int, logprob: Logprob | None, now: float) -> None:
         """The next token of an answer."""
-        stream, sequence, params = writing.stream, writing.sequence, writing.stream.params
+        stream = writing.stream
         if not writing.generated:
             self.metrics.first_token(now - writing.arrived)
+            stream.cached = max(stream.cached, writing.sequence.cached or 0)
             for further in self._later.pop(stream, []):
                 self._begin(further)
         writing.last_token = now
         writing.generated += 1
-        ends = token.token in self.text.ends and not params.ignore_eos
-        text = "" if ends else writing.writer.write(token.token)
-        finish: Finish | None = None
-        if ends or writing.writer.stopped:
-            finish = "stop"
-        elif sequence.prompt + writing.generated >= sequence.limit:
-            finish = "length"
+        ends = token in stream.ends
+        if writing.writer is not None and not ends:
+            writing.writer.write([token])
+            ends = writing.writer.stopped
+        finish: Finish | None = "stop" if ends else "length" if writing.generated >= writing.most else None
         if finish is not None:
-            text += writing.writer.finish()
-        logprobs = () if params.logprobs is None else (token,)
-        piece = Piece(writing.index, text, (token.token,), logprobs, finish, sequence.cached or 0)
-        if finish is None:
-            stream.put(piece)
-        else:
-            self._end(writing, finish, piece)
+            self._end(writing, finish)
+        stream.add(writing.index, token, None if stream.params.logprobs is None else logprob, finish)
 
-    def _end(self, writing: _Writing, finish: Finish, piece: Piece) -> None:
+    def _end(self, writing: _Writing, finish: Finish) -> None:
+        writing.has_ended = True
         del self._writing[writing.sequence]
         self._scheduler.remove(writing.sequence)
         now = time.perf_counter()
@@ -351,4 +362,3 @@ class Engine:
             self._pacer.ended(now)
         prompt = writing.sequence.prompt if writing.index == 0 else None  # of all answers
         self.metrics.finished(finish, now - writing.arrived, prompt, writing.generated)
-        writing.stream.put(piece)

@@ -27,7 +27,7 @@ from echelon.parallel.tensor import kv_heads_of
 from echelon.serve import kernels
 from echelon.serve.graphs import Captures, Graph
 from echelon.serve.narrow import NarrowWeight
-from echelon.serve.sample import COLUMNS, Chosen, Draw, columns, sample
+from echelon.serve.sample import COLUMNS, Chosen, Draws, sample
 from echelon.serve.step import PENDING, Part, Shape
 
 _TILE = 128  # rows of a tile of a prompt: queries times the heads that share a key
@@ -76,19 +76,19 @@ class Fused:
         self._graphs = {size: self._capture(size) for size in sorted(sizes, key=sum, reverse=True)}
         self._sizes = list(self._graphs)[::-1]
 
-    def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
+    def launch(self, parts: list[Part], draws: Draws | None) -> Chosen | None:
         """See `way.Way`."""
         answers = next((place for place, part in enumerate(parts) if len(part.tokens) > 1), len(parts))
         size = self._size(parts, answers)
         places, tiles, last, pages = self._plan(parts, size)
-        sent = [places, tiles, last, columns(draws or []), pages]
+        sent = [places, tiles, last, (draws or Draws()).columns(), pages]
         places_3T, tiles_2X, last_R, columns_CR, pages_2U = self._send(sent)
         if pages_2U.numel():
             self._table_RP.view(-1)[pages_2U[0].long()] = pages_2U[1]
         whole = None if size is None else self._graphs[size]
         hidden_TD = self._forward(places_3T, answers, tiles_2X) if whole is None else whole.replay()
         if not len(last_R):
-            return None if draws is None else Chosen(self._latest_R[:0], None, [])
+            return None if draws is None else Chosen(self._latest_R[:0])
         logits_RV = self._model.head(hidden_TD[last_R])
         if draws is None:
             return None

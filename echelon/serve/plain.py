@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from echelon.parallel.tensor import kv_heads_of
 from echelon.serve import fixed
 from echelon.serve.attention import PagedAttention, plan
-from echelon.serve.sample import Chosen, Draw, sample
+from echelon.serve.sample import Chosen, Draws, sample
 from echelon.serve.step import Part, Shape
 
 
@@ -40,15 +40,13 @@ class Plain:
         if reproducible:
             fixed.fix(self._model)
 
-    def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
+    def launch(self, parts: list[Part], draws: Draws | None) -> Chosen | None:
         """See `way.Way`."""
         logits_RV = self.compute(parts)
         if draws is None:
             return None
         return (
-            sample(logits_RV, draws)
-            if draws
-            else Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None, [])
+            sample(logits_RV, draws) if draws.each else Chosen(torch.empty(0, dtype=torch.int64, device=self._device))
         )
 
     def compute(self, parts: list[Part]) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from echelon.serve.request import SamplingParams
-from echelon.serve.sample import Draw
+from echelon.serve.sample import Draw, Draws
 from echelon.serve.step import Part, Shape
 from echelon.serve.way import Way
 
@@ -22,7 +22,7 @@ _USUAL = Draw(SamplingParams(), (0, 0), [0], 1)
 def rehearse(way: Way, shape: Shape, token_budget: int, context: int, draws_here: bool) -> None:
     """All ranks that share a model do it together, and one draws. No sequence is longer than `context`."""
     for parts, draw in _steps(shape, token_budget, context):
-        chosen = way.launch(parts, [draw] * len(parts) if draws_here else None)
+        chosen = way.launch(parts, Draws([draw] * len(parts)) if draws_here else None)
         if chosen is not None:
             chosen.result()
 

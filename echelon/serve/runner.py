@@ -8,6 +8,9 @@ job's store.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from echelon.comm.torch_compat import default_store
 from echelon.serve import memory, way
 from echelon.serve.rehearsal import rehearse
-from echelon.serve.sample import Chosen, Draw
+from echelon.serve.sample import Chosen, Draws
 from echelon.serve.settings import Settings
 from echelon.serve.step import Part, Shape, pack, unpack
 
@@ -47,7 +50,7 @@ class Runner:
                 rehearse(self._way, shape, settings.token_budget, most, group is None or group.rank() == 0)
 
     @torch.inference_mode()
-    def launch(self, parts: list[Part], draws: list[Draw]) -> Chosen:
+    def launch(self, parts: list[Part], draws: Draws) -> Chosen:
         """Begin a step: see `way.Way`."""
         if self._group is not None:
             self._tell([_STEP, *pack(parts)])
@@ -72,12 +75,13 @@ class Runner:
     @torch.inference_mode()
     def follow(self) -> None:
         """On another rank than the first: compute what it computes, until it says that this is the end."""
-        while (told := self._hear())[0] != _END:
-            if told[0] == _REST:
-                default_store().wait([_waking(told[1])], _LONG)
-            else:
-                with self._on_device():
-                    self._way.launch(unpack(told[1:]), None)
+        with undisturbed():
+            while (told := self._hear())[0] != _END:
+                if told[0] == _REST:
+                    default_store().wait([_waking(told[1])], _LONG)
+                else:
+                    with self._on_device():
+                        self._way.launch(unpack(told[1:]), None)
 
     def _tell(self, numbers: list[int]) -> None:
         if self._is_resting:
@@ -98,6 +102,18 @@ class Runner:
         rest = torch.empty(count - (_FIRST - 1), dtype=torch.int64)
         dist.broadcast(rest, group=self._group, group_src=0)
         return numbers + rest.tolist()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """For as long as steps are taken. Now and then Python looks for garbage among all objects that there are, which
+    takes as long as many steps, and everybody waits. So it looks only among those that came since.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _waking(rest: int) -> str:

@@ -10,10 +10,10 @@ it is asked for (`Chosen.result`), so that whoever launches steps need not wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ from torch import Tensor
 from echelon.models import counter
 from echelon.serve.request import Logprob, SamplingParams
 
-COLUMNS = 7  # numbers of 32 bits that a draw depends on: see `columns`
+COLUMNS = 7  # numbers of 32 bits that a draw depends on: see `Draws.columns`
 _COLD = 1e-5  # temperatures up to which only the likeliest token is drawn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Draw:
     """What the next token of one sequence is drawn by: its tokens so far, of which some are the prompt's. Their values
     count only where the draw `looks_back`.
@@ -44,75 +44,95 @@ class Draw:
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-class Chosen:
-    """The tokens that a step has drawn, on the device; and how likely they were, where that was asked for (by the
-    model, before any filter).
+class Draws:
+    """Those of a step. The same sequences draw in most steps after it: what does not change from step to step is worked
+    out once.
     """
 
-    def __init__(self, tokens_R: Tensor, logprobs_RV: Tensor | None, draws: list[Draw]) -> None:
+    def __init__(self, each: Iterable[Draw] = ()) -> None:
+        self.each = each = list(each)
+        params = [draw.params for draw in each]
+        by_chance = [one for one in params if one.temperature > _COLD]
+        self.look_back = any(draw.looks_back for draw in each)
+        self.have_chance = bool(by_chance)
+        self.have_limit = any(one.top_k or one.top_p < 1 for one in by_chance)
+        self.have_filter = self.have_limit or any(one.min_p > 0 for one in by_chance)
+        asked = [one.logprobs for one in params]
+        self.logprobs = asked if any(count is not None for count in asked) else None  # asked for, if any are
+        floats = [
+            [one.temperature if one.temperature > _COLD else 0.0 for one in params],
+            [one.min_p for one in params],
+            [one.top_p for one in params],
+        ]
+        whole = [
+            [one.top_k for one in params],
+            [draw.key[0] for draw in each],
+            [draw.key[1] for draw in each],
+            [0] * len(each),
+        ]
+        self._columns = np.concatenate([np.array(floats, np.float32).view(np.int32), np.array(whole, np.int32)])
+
+    def columns(self) -> NDArray[np.int32]:
+        """A row each for temperature, min_p, top_p (fp32, by their bits), top_k, the key's two words, and the place."""
+        self._columns[-1] = [len(draw.tokens) for draw in self.each]
+        return self._columns
+
+
+class Drawn(NamedTuple):
+    """The tokens of a step; and how likely they were (by the model, before any filter), if that was asked for."""
+
+    tokens: list[int]
+    logprobs: list[Logprob] | None = None
+
+
+class Chosen:
+    """What a step has drawn, on the device until it is asked for."""
+
+    def __init__(
+        self, tokens_R: Tensor, logprobs_RV: Tensor | None = None, asked: list[int | None] | None = None
+    ) -> None:
         self.tokens_R = tokens_R
-        asked = [draw.params.logprobs for draw in draws]
-        self._asked = asked if any(count is not None for count in asked) else None
+        self._asked = asked
         kept: list[Tensor] = [tokens_R]
-        if logprobs_RV is not None:
+        if logprobs_RV is not None and asked is not None:
             top = logprobs_RV.topk(min(max(count or 0 for count in asked), logprobs_RV.shape[1]))
             kept += [logprobs_RV.gather(1, tokens_R[:, None]), top.values, top.indices]
         self._kept, self._copied = _to_host(kept)
 
-    def result(self) -> list[Logprob]:
+    def result(self) -> Drawn:
         """Waits until the step has been computed."""
         if self._copied is not None:
             self._copied.synchronize()
         tokens, *likely = (each.tolist() for each in self._kept)
         if self._asked is None:
-            return [Logprob(token, 0.0) for token in tokens]
+            return Drawn(tokens)
         told = []
         for token, count, (own,), values, places in zip(tokens, self._asked, *likely, strict=True):
             top = tuple(zip(places[:count], values[:count], strict=True))
             told.append(Logprob(token, 0.0) if count is None else Logprob(token, own, top))
-        return told
-
-
-def columns(draws: list[Draw]) -> NDArray[np.int32]:
-    """A row each for temperature, min_p, top_p (fp32, by their bits), top_k, the key's two words, and the place."""
-    params = [draw.params for draw in draws]
-    floats = [
-        [each.temperature if each.temperature > _COLD else 0.0 for each in params],
-        [each.min_p for each in params],
-        [each.top_p for each in params],
-    ]
-    whole = [
-        [each.top_k for each in params],
-        [draw.key[0] for draw in draws],
-        [draw.key[1] for draw in draws],
-        [len(draw.tokens) for draw in draws],
-    ]
-    return np.concatenate([np.array(floats, np.float32).view(np.int32), np.array(whole, np.int32)])
+        return Drawn(tokens, told)
 
 
 def sample(
     logits_RV: Tensor,
-    draws: list[Draw],
+    draws: Draws,
     columns_CR: Tensor | None = None,
     draw: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Chosen:
     """A token for each row. The columns may be on the device already, and `draw` be faster than `draw_plainly`."""
-    params = [draw.params for draw in draws]
     if columns_CR is None:
-        columns_CR = torch.from_numpy(columns(draws)).to(logits_RV.device)
-    has_told = any(each.logprobs is not None for each in params)
-    logprobs_RV = logits_RV.float().log_softmax(-1) if has_told else None
-    logits_RV = _penalize(logits_RV, draws)
+        columns_CR = torch.from_numpy(draws.columns()).to(logits_RV.device)
+    logprobs_RV = None if draws.logprobs is None else logits_RV.float().log_softmax(-1)
+    if draws.look_back:
+        logits_RV = _penalize(logits_RV, draws.each)
     temperature_R, min_p_R, top_p_R = columns_CR[:3].view(torch.float32)
     top_k_R, keys_2R, places_R = columns_CR[3], columns_CR[4:6], columns_CR[6]
-    by_chance = [each for each in params if each.temperature > _COLD]
-    has_limit = any(each.top_k or each.top_p < 1 for each in by_chance)
-    if has_limit or any(each.min_p > 0 for each in by_chance):
-        logits_RV = _likely(logits_RV, temperature_R, min_p_R, top_p_R, top_k_R, has_limit)
+    if draws.have_filter:
+        logits_RV = _likely(logits_RV, temperature_R, min_p_R, top_p_R, top_k_R, draws.have_limit)
     if draw is None:
-        draw = partial(draw_plainly, has_chance=bool(by_chance))
+        draw = partial(draw_plainly, has_chance=draws.have_chance)
     chosen_R = draw(logits_RV, temperature_R, keys_2R, places_R)
-    return Chosen(chosen_R, logprobs_RV, draws)
+    return Chosen(chosen_R, logprobs_RV, draws.logprobs)
 
 
 def draw_plainly(
@@ -160,8 +180,6 @@ def _beyond_limit(logits_RV: Tensor, top_k_R: Tensor, top_p_R1: Tensor) -> Tenso
 
 
 def _penalize(logits_RV: Tensor, draws: list[Draw]) -> Tensor:
-    if not any(draw.looks_back for draw in draws):
-        return logits_RV
     logits_RV = logits_RV.float().clone()
     for row, draw in enumerate(draws):
         if not draw.looks_back:

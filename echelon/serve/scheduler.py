@@ -58,11 +58,6 @@ class Sequence:
         """Whether its last token is still to come, from a step that is under way."""
         return self.tokens[-1] == PENDING
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether no more of it is to be computed; its last token may be pending."""
-        return len(self.tokens) >= self.limit
-
 
 @dataclass(slots=True)
 class Span:
@@ -76,9 +71,13 @@ class Span:
     def part(self) -> Part:
         """It, to be computed: the pages that it needs are told, once."""
         sequence, told = self.sequence, self.sequence.told
-        sequence.told = len(sequence.pages)
-        tokens = sequence.tokens[self.start : self.start + self.count]
-        return Part(sequence.row, self.start, tokens, told, sequence.pages[told:], self.is_last)
+        pages = sequence.pages
+        new = pages[told:]
+        if new:
+            sequence.told = len(pages)
+        return Part(
+            sequence.row, self.start, sequence.tokens[self.start : self.start + self.count], told, new, self.is_last
+        )
 
     @property
     def answers(self) -> bool:
@@ -132,7 +131,10 @@ class Scheduler:
 
     def schedule(self) -> list[Span]:
         """The spans of the next step, those of one token first; none if nothing is there to do."""
-        answering = sum(sequence.left == 1 and not sequence.is_complete for sequence in self.running)
+        answering = 0
+        for sequence in self.running:
+            length = len(sequence.tokens)
+            answering += length - sequence.computed == 1 and length < sequence.limit
         budget = self._budget if self.pace is None else min(self._budget, self.pace.budget(answering))
         spans: dict[Sequence, Span] = {}
         pressed = False
@@ -140,17 +142,18 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.row < 0:
                 break  # pre-empted, as all after it
-            if sequence.is_complete:
+            length, computed = len(sequence.tokens), sequence.computed
+            if length >= sequence.limit:  # no more of it is to be computed; its last token may be pending
                 continue
-            left = sequence.left
+            left = length - computed
             count = min(left, spare) if left > 1 else 1
-            while count and not self._reserve(sequence, sequence.computed + count):
+            while count and not self._reserve(sequence, computed + count):
                 pressed = True
                 if self._preempt(spans) is sequence:
                     count = 0
             if count:
                 spare -= count if left > 1 else 0
-                spans[sequence] = Span(sequence, sequence.computed, count, count == left)
+                spans[sequence] = Span(sequence, computed, count, count == left)
         while not pressed and spare > 0 and self.waiting:
             if self.waiting[0].is_pending or not self._admit(self.waiting[0], spans):
                 break
@@ -160,7 +163,8 @@ class Scheduler:
             self._reserve(sequence, sequence.computed + count)
             spans[sequence] = Span(sequence, sequence.computed, count, count == sequence.left)
             spare -= count
-        return sorted(spans.values(), key=_has_many)
+        found = spans.values()
+        return [span for span in found if span.count == 1] + [span for span in found if span.count > 1]
 
     def advance(self, spans: list[Span]) -> None:
         """The step is under way: for all steps after it what it computes is in the cache."""
@@ -169,7 +173,8 @@ class Scheduler:
             sequence.computed = span.start + span.count
             if span.is_last:
                 sequence.tokens.append(PENDING)
-            self._name(sequence)
+            if span.count > 1:  # a page that an answer fills is named when its next token is known
+                self._name(sequence)
 
     def settle(self, sequence: Sequence, token: int) -> None:
         """The token that was pending is this one. Another may be by now."""
@@ -217,9 +222,9 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for so many of its tokens, if there are any left."""
-        missing = self.pages.needed(tokens) - len(sequence.pages)
-        if missing <= 0:
+        if tokens <= len(sequence.pages) * self.pages.size:
             return True
+        missing = self.pages.needed(tokens) - len(sequence.pages)
         if missing > self.pages.free:
             return False
         for _ in range(missing):
@@ -245,7 +250,3 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
-
-
-def _has_many(span: Span) -> bool:
-    return span.count > 1

@@ -1,27 +1,58 @@
-"""A request's answers on their way from the engine's thread to whoever asked."""
+"""A request's answers on their way from the engine's thread to whoever asked.
+
+The engine adds tokens, which takes it next to nothing; whoever reads makes text of them. What has come since somebody
+last read is one piece: a token as a rule, and more where the reader is slower than the engine. So many readers, who all
+share Python with the engine, do not hold it up; and an answer that is read only at its end is decoded at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
-from echelon.serve.request import Answer, Choice, Piece, SamplingParams
+from echelon.serve.request import Answer, Choice, Finish, Logprob, Piece, SamplingParams
+from echelon.serve.text import Text, Writer
+
+_Waiting = threading.Event | tuple[asyncio.AbstractEventLoop, asyncio.Event]
+
+
+class _Unread:
+    """What has come of one answer."""
+
+    __slots__ = ("finish", "logprobs", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.finish: Finish | None = None
 
 
 class Stream:
     """One request's pieces, as they come; an iterator for `async for`, and for a plain `for` in another thread."""
 
-    def __init__(self, prompt: tuple[int, ...], params: SamplingParams, on_cancel: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        text: Text,
+        ends: frozenset[int],
+        on_cancel: Callable[[], object],
+    ) -> None:
         self.prompt, self.params = prompt, params
+        self.ends = ends  # tokens: each ends an answer, and is no part of its text
         self.is_cancelled = False
+        self.cached = 0  # of the prompt's tokens, those that were taken from the cache
+        self._writers = [Writer(text, params.stop, prompt) for _ in range(params.n)]
         self._open = params.n  # answers that have not ended
-        self._items: deque[Piece | BaseException] = deque()
+        self._unread: dict[int, _Unread] = {}
+        self._failure: BaseException | None = None
+        self._pieces: list[Piece] = []  # that were made, the next one last
         self._lock = threading.Lock()
-        self._wake: Callable[[], object] | None = None
+        self._waiting: _Waiting | None = None
         self._on_cancel = on_cancel
 
     def cancel(self) -> None:
@@ -29,45 +60,85 @@ class Stream:
         self.is_cancelled = True
         self._on_cancel()
 
-    def put(self, item: Piece | BaseException) -> None:
+    def add(self, index: int, token: int, logprob: Logprob | None = None, finish: Finish | None = None) -> None:
+        """The next token of an answer; `wake` must follow."""
         with self._lock:
-            self._items.append(item)
-            wake = self._wake
-        if wake is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop that waited is gone
-                wake()
+            unread = self._unread.get(index)
+            if unread is None:
+                unread = self._unread[index] = _Unread()
+            unread.tokens.append(token)
+            if logprob is not None:
+                unread.logprobs.append(logprob)
+            if finish is not None:
+                unread.finish = finish
+
+    def cut(self, index: int) -> None:
+        """An answer that was cancelled has ended; `wake` must follow."""
+        with self._lock:
+            self._unread.setdefault(index, _Unread()).finish = "cancelled"
+
+    def fail(self, failure: BaseException) -> None:
+        """After what has come, nothing more will; `wake` must follow."""
+        with self._lock:
+            self._failure = failure
 
     def __iter__(self) -> Iterator[Piece]:
+        came = threading.Event()
         while self._open:
-            event = threading.Event()
-            while (item := self._next(event.set)) is None:
-                event.wait()
-                event.clear()
-            yield self._taken(item)
+            while (piece := self._next(came)) is None:
+                came.wait()
+                came.clear()
+            yield piece
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self._pieces()
-
-    async def _pieces(self) -> AsyncIterator[Piece]:
-        loop = asyncio.get_running_loop()
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        came = asyncio.Event()
+        waiting = asyncio.get_running_loop(), came
         while self._open:
-            event = asyncio.Event()
-            while (item := self._next(partial(loop.call_soon_threadsafe, event.set))) is None:
-                await event.wait()
-                event.clear()
-            yield self._taken(item)
+            while (piece := self._next(waiting)) is None:
+                await came.wait()
+                came.clear()
+            yield piece
 
-    def _next(self, wake: Callable[[], object]) -> Piece | BaseException | None:
-        with self._lock:
-            self._wake = None if self._items else wake
-            return self._items.popleft() if self._items else None
+    def _next(self, waiting: _Waiting) -> Piece | None:
+        if not self._pieces:
+            with self._lock:
+                unread, self._unread = self._unread, {}
+                if not unread and self._failure is None:
+                    self._waiting = waiting
+                    return None
+            if not unread and self._failure is not None:
+                self._open = 0
+                raise self._failure
+            self._pieces = [self._piece(index, each) for index, each in reversed(unread.items())]
+        piece = self._pieces.pop()
+        self._open -= piece.finish is not None
+        return piece
 
-    def _taken(self, item: Piece | BaseException) -> Piece:
-        if isinstance(item, BaseException):
-            self._open = 0
-            raise item
-        self._open -= item.finish is not None
-        return item
+    def _piece(self, index: int, unread: _Unread) -> Piece:
+        writer, tokens, finish = self._writers[index], unread.tokens, unread.finish
+        text = writer.write(tokens[:-1] if tokens and tokens[-1] in self.ends else tokens)
+        if finish in ("stop", "length"):
+            text += writer.finish()
+        return Piece(index, text, tuple(tokens), tuple(unread.logprobs), finish, self.cached)
+
+
+def wake(streams: Iterable[Stream]) -> None:
+    """Whoever waits for one of them. An event loop is called once for all of its readers."""
+    loops: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
+    for stream in streams:
+        waiting, stream._waiting = stream._waiting, None
+        if isinstance(waiting, threading.Event):
+            waiting.set()
+        elif waiting is not None:
+            loops[waiting[0]].append(waiting[1])
+    for loop, events in loops.items():
+        with contextlib.suppress(RuntimeError):  # the event loop that waited is gone
+            loop.call_soon_threadsafe(_set, events)
+
+
+def _set(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 def collect(stream: Stream, pieces: Sequence[Piece]) -> Answer:
@@ -77,7 +148,7 @@ def collect(stream: Stream, pieces: Sequence[Piece]) -> Answer:
         mine = [piece for piece in pieces if piece.index == index]
         finish = mine[-1].finish
         assert finish is not None
-        tokens = tuple(token for piece in mine for token in piece.tokens)
-        logprobs = tuple(each for piece in mine for each in piece.logprobs)
+        tokens = tuple(chain.from_iterable(piece.tokens for piece in mine))
+        logprobs = tuple(chain.from_iterable(piece.logprobs for piece in mine))
         choices.append(Choice("".join(piece.text for piece in mine), tokens, logprobs, finish))
     return Answer(stream.prompt, tuple(choices), max(piece.cached for piece in pieces))

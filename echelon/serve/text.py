@@ -132,10 +132,19 @@ class Writer:
         self._kept = ""
         self.stopped = False
 
-    def write(self, token: int) -> str:
-        """What this token adds; once `stopped` is true, nothing more shall come."""
-        self._tokens.append(token)
-        return self._keep_back(self._new_text(final=False))
+    def write(self, tokens: Sequence[int]) -> str:
+        """What these tokens add, the same whether they come together or one by one; nothing once `stopped` is true."""
+        if len(tokens) > 1 and not self._stops:
+            text = self._text.decode([*self._tokens[self._context :], *tokens])
+            if _UNKNOWN not in text:  # else characters may be cut, which is for tokens one by one
+                self._tokens += tokens
+                return self._beyond_written(text)
+        added = []
+        for token in tokens:
+            if not self.stopped:
+                self._tokens.append(token)
+                added.append(self._keep_back(self._new_text(final=False)))
+        return "".join(added)
 
     def finish(self) -> str:
         """What was kept back."""
@@ -146,13 +155,19 @@ class Writer:
         return text
 
     def _new_text(self, final: bool) -> str:
-        known = self._tokens[self._context : self._written]
-        before = self._text.alone(known[0]) if len(known) == 1 else self._text.decode(known)
         text = self._text.decode(self._tokens[self._context :])
         incomplete = text.endswith(_UNKNOWN) and len(self._tokens) - self._written < _LONGEST_CHARACTER
-        if (incomplete and not final) or len(text) <= len(before):
-            return ""
-        self._context, self._written = self._written, len(self._tokens)
+        return "" if incomplete and not final else self._beyond_written(text)
+
+    def _beyond_written(self, text: str) -> str:
+        """What the text of all tokens from the context on has beyond that of those that are written already."""
+        known = self._tokens[self._context : self._written]
+        before = self._text.alone(known[0]) if len(known) == 1 else self._text.decode(known)
+        count = len(self._tokens)
+        if len(text) > len(before):
+            self._context, self._written = max(self._written, count - _LONGEST_CHARACTER), count
+        elif text == before:  # of tokens without a text
+            self._written = count
         return text[len(before) :]
 
     def _keep_back(self, new: str) -> str:

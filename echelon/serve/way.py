@@ -10,13 +10,13 @@ import torch
 from echelon.parallel import shards
 from echelon.serve.plain import Plain
 from echelon.serve.quantize import kind_of
-from echelon.serve.sample import Chosen, Draw
+from echelon.serve.sample import Chosen, Draws
 from echelon.serve.settings import Settings
 from echelon.serve.step import Part, Shape
 
 
 class Way(Protocol):
-    def launch(self, parts: list[Part], draws: list[Draw] | None) -> Chosen | None:
+    def launch(self, parts: list[Part], draws: Draws | None) -> Chosen | None:
         """Begin a step: parts of one token first, then the others. `draws` tell how the next tokens are drawn of those
         that want one, in their order; they are None where another rank draws, and then so is what is returned.
         """

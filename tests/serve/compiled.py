@@ -35,7 +35,7 @@ from echelon.serve import fp8, fused, int8, kernels, way
 from echelon.serve.quantize import quantize
 from echelon.serve.rehearsal import rehearse
 from echelon.serve.request import SamplingParams
-from echelon.serve.sample import Draw
+from echelon.serve.sample import Draw, Draws
 from echelon.serve.settings import Settings
 from echelon.serve.step import PENDING, Part, Shape
 from tests.serve.models import Replayed
@@ -126,8 +126,8 @@ def a_layer(name: str, dtype: torch.dtype) -> None:
     step = fused.Fused(model, Shape(4096, 16, 256, 64), 8192, [])
     for answers in (1, 64, 256):
         parts = [Part(row, 10, [0], 0, [row], True) for row in range(answers)]
-        step.launch(parts, [Draw(SamplingParams(), (0, 0), [0], 1)] * answers)
-    step.launch([Part(0, 0, [0] * 300, 0, list(range(19)), False)], [])
+        step.launch(parts, Draws([Draw(SamplingParams(), (0, 0), [0], 1)] * answers))
+    step.launch([Part(0, 0, [0] * 300, 0, list(range(19)), False)], Draws())
 
 
 def in_8_bits(has_floats: bool) -> None:
@@ -189,7 +189,7 @@ def late(gpu: Gpu, name: str, quantized: str, graphs: bool, seed: int) -> list[s
         for _ in range(40):
             parts = random_step(chance, most, budget, context)
             wanted = sum(part.is_last for part in parts)
-            computed.launch(parts, [Draw(chance.choice(_DRAWS), (0, 0), [0], 1) for _ in range(wanted)])
+            computed.launch(parts, Draws([Draw(chance.choice(_DRAWS), (0, 0), [0], 1) for _ in range(wanted)]))
         return sorted({f"{name}: {made}" for key, (name, made) in found.items() if key not in before})
 
 

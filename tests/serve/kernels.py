@@ -19,7 +19,7 @@ from echelon.models.parts import Rope
 from echelon.serve.fp8 import in_8_bits_plainly
 from echelon.serve.int8 import Int8Weight
 from echelon.serve.request import SamplingParams
-from echelon.serve.sample import Draw, columns, draw_plainly
+from echelon.serve.sample import Draw, Draws, draw_plainly
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -191,7 +191,7 @@ def check_draw(kernels: Any, device: str, dtype: torch.dtype, rows: int, vocabul
         Draw(SamplingParams(temperature=temperatures[row % 4]), counter.name_key(row, "0"), [0] * (row + 1), 1)
         for row in range(rows)
     ]
-    numbers = torch.from_numpy(columns(draws)).to(device)
+    numbers = torch.from_numpy(Draws(draws).columns()).to(device)
     temperature = numbers[0].view(torch.float32)
     found = kernels.draw(logits, temperature, numbers[4:6], numbers[6])
     assert torch.equal(found, draw_plainly(logits, temperature, numbers[4:6], numbers[6]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from echelon.serve import attention
 from echelon.serve.engine import Engine
 from echelon.serve.quantize import quantize
 from echelon.serve.request import BadRequest, EngineFailed, Piece, Refused, SamplingParams
+from echelon.serve.runner import undisturbed
 from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
 from tests.serve.models import SHAPES, small
@@ -355,6 +357,17 @@ def test_a_step_takes_from_token_to_token(monkeypatch: pytest.MonkeyPatch) -> No
     assert engine._pacer is not None
     assert len(engine._pacer._answered) == 4
     assert all(seconds > 0.05 for *_, seconds in engine._pacer._answered), "those who answer wait for all of it"
+
+
+def test_python_does_not_look_through_all_objects_while_steps_are_taken() -> None:
+    with undisturbed():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+    engine = Engine(small(), settings=Settings(cache_gib=0.02))
+    engine.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert gc.get_freeze_count() > 10_000
+    engine.close()
+    assert gc.get_freeze_count() == 0
 
 
 def test_settings_that_cannot_be() -> None:

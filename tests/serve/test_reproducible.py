@@ -13,7 +13,7 @@ from echelon.serve import fixed
 from echelon.serve.cache import Pages
 from echelon.serve.plain import Plain
 from echelon.serve.request import SamplingParams
-from echelon.serve.sample import Draw, sample
+from echelon.serve.sample import Draw, Draws, sample
 from echelon.serve.scheduler import Scheduler, Sequence
 from echelon.serve.step import Shape
 from tests.serve.models import small
@@ -49,11 +49,11 @@ def serve(
         draws = [
             Draw(SamplingParams(seed=0, top_p=0.9), (1, len(each.tokens)), each.tokens, each.prompt) for each in last
         ]
-        chosen = sample(rows, draws).result() if last else []
+        chosen = sample(rows, Draws(draws)).result().tokens if last else []
         scheduler.advance(spans)
         for sequence, row, token in zip(last, rows, chosen, strict=True):
             logits[id(sequence)].append(row)
-            scheduler.settle(sequence, token.token)
+            scheduler.settle(sequence, token)
             if len(sequence.tokens) == sequence.limit:
                 scheduler.remove(sequence)
     return [(sequence.tokens, logits[id(sequence)]) for sequence in sequences]

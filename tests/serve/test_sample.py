@@ -10,7 +10,7 @@ import torch
 
 from echelon.models import counter
 from echelon.serve.request import SamplingParams
-from echelon.serve.sample import Draw, sample
+from echelon.serve.sample import Draw, Draws, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
 DRAWS = 4000
@@ -19,7 +19,7 @@ DRAWS = 4000
 def drawn(params: SamplingParams, logits: torch.Tensor = LOGITS, tokens: list[int] | None = None) -> dict[int, float]:
     """The shares of the tokens in many draws, each with a seed of its own."""
     draws = [Draw(params, counter.name_key(seed, "0"), [0] if tokens is None else tokens, 1) for seed in range(DRAWS)]
-    found = Counter(each.token for each in sample(logits.expand(DRAWS, -1), draws).result())
+    found = Counter(sample(logits.expand(DRAWS, -1), Draws(draws)).result().tokens)
     return {token: count / DRAWS for token, count in found.items()}
 
 
@@ -81,16 +81,29 @@ def test_rows_do_not_depend_on_each_other() -> None:
     ]
     logits = torch.randn(32, 300, generator=torch.Generator().manual_seed(0)) * 3
     draws = [Draw(kinds[row % 4], counter.name_key(row, "0"), list(range(row + 1)), 1) for row in range(32)]
-    together = sample(logits, draws).result()
+    together = sample(logits, Draws(draws)).result()
+    assert together.logprobs is not None
     for row in range(32):
-        assert sample(logits[row : row + 1], draws[row : row + 1]).result() == [together[row]]
+        alone = sample(logits[row : row + 1], Draws(draws[row : row + 1])).result()
+        assert alone.tokens == [together.tokens[row]]
+        assert alone.logprobs == (None if row % 4 != 1 else [together.logprobs[row]])
+
+
+def test_places_go_on_while_the_same_sequences_draw() -> None:
+    tokens: list[list[int]] = [[1], [1, 2, 3]]
+    draws = Draws(Draw(SamplingParams(), (7, 8 + row), of_row, 1) for row, of_row in enumerate(tokens))
+    assert draws.columns()[-3:].tolist() == [[7, 7], [8, 9], [1, 3]]
+    for of_row in tokens:
+        of_row.append(5)
+    assert draws.columns()[-3:].tolist() == [[7, 7], [8, 9], [2, 4]]
 
 
 def test_the_seed_decides() -> None:
     logits = torch.zeros(1, 1000)
 
     def at(seed: int, place: int) -> int:
-        return sample(logits, [Draw(SamplingParams(), counter.name_key(seed, "0"), [0] * place, 1)]).result()[0].token
+        draws = Draws([Draw(SamplingParams(), counter.name_key(seed, "0"), [0] * place, 1)])
+        return sample(logits, draws).result().tokens[0]
 
     assert at(1, 5) == at(1, 5)
     assert len({at(seed, 5) for seed in range(50)}) > 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def written(text: bytes, stops: tuple[str, ...] = ()) -> tuple[list[str], bool]:
     writer = Writer(BYTES, stops)
     pieces = []
     for token in text:
-        pieces.append(writer.write(token))
+        pieces.append(writer.write([token]))
         if writer.stopped:
             break
     return [*pieces, writer.finish()], writer.stopped
@@ -50,6 +51,22 @@ def test_stop_texts_end_it_wherever_they_begin(text: str, stops: list[str]) -> N
     assert "".join(pieces) == (seen[: min(found)] if found else text)
 
 
+@given(st.data())
+def test_tokens_add_together_what_they_add_one_by_one(bpe: Text, data: st.DataObject) -> None:
+    """Whole texts, halves of characters, special tokens, and tokens that no vocabulary has."""
+    text = data.draw(st.sampled_from([BYTES, bpe]))
+    some = st.lists(st.integers(0, 400), max_size=12) | st.text(max_size=12).map(text.encode) | st.just([0] * 9)
+    tokens = [token for part in data.draw(st.lists(some, max_size=4)) for token in part]
+    prompt = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=9))
+    stops = data.draw(st.lists(st.text("abe ", min_size=1, max_size=3), max_size=2))
+    alone, together = Writer(text, stops, prompt), Writer(text, stops, prompt)
+    expected = "".join(alone.write([token]) for token in tokens) + alone.finish()
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(tokens)))) | {0, len(tokens)})
+    found = "".join(together.write(tokens[start:end]) for start, end in pairwise(cuts)) + together.finish()
+    assert found == expected
+    assert together.stopped == alone.stopped
+
+
 class Spaced:
     """As Llama 2's: a word has its space before it, which is dropped where a text begins."""
 
@@ -70,8 +87,15 @@ class Spaced:
 def test_the_first_space_of_an_answer_is_kept() -> None:
     text = Text(Spaced())  # type: ignore[arg-type]
     writer = Writer(text, (), [0])
-    assert [writer.write(1), writer.write(1), writer.write(2)] == [" a", " a", "a"]
+    assert [writer.write([1]), writer.write([1]), writer.write([2])] == [" a", " a", "a"]
     assert [text.token(token) for token in (0, 1, 2)] == [" once", " a", "a"]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    folder = tmp_path_factory.mktemp("bpe")
+    write_tokenizer(folder, special=("<|endoftext|>",))
+    return Text.of_name(str(folder))
 
 
 @pytest.fixture
