@@ -1,4 +1,4 @@
-"""What Python takes of a step of serving on a GPU: `python benchmarks/serve_host.py [--json FILE]`.
+"""What Python takes of a step of serving on a GPU: `python benchmarks/serve_host.py [--json FILE] [--peer FOLDER]`.
 
 The GPU computes while the next step is prepared, so it never waits as long as Python is faster. Here the engine does
 all that it does on a GPU, with CUDA graphs and one step ahead; what the kernels would compute is left out, and tokens
@@ -32,6 +32,8 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from echelon.bench.serve import drive
@@ -47,8 +49,9 @@ from echelon.serve.server import listen, serve
 from echelon.serve.settings import Settings
 from echelon.serve.text import Text
 
+ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, CONTEXT, MOST = 8000, 2048, 256
-WRITTEN, ROUNDS = 600, 4  # tokens of an answer
+WRITTEN, ROUNDS, TURNS = 600, 4, 3  # tokens of an answer
 
 
 class Device:
@@ -213,9 +216,20 @@ def cpu_seconds(process: int) -> float:
     return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def measured(checkout: Path, tokenizer: Path) -> dict[str, Any]:
+    """All figures of an Echelon, in a process of its own."""
+    command = [sys.executable, __file__, "--once", str(tokenizer)]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--peer", type=Path, help="another checkout of Echelon, which takes turns with this one")
+    parser.add_argument("--once", type=Path, metavar="TOKENIZER", help=argparse.SUPPRESS)
     parser.add_argument("--serve", type=Path, metavar="TOKENIZER", help=argparse.SUPPRESS)
     parser.add_argument("--step", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -223,15 +237,31 @@ def main() -> None:
     if arguments.serve:
         with engine(arguments.serve, arguments.step) as (serving, _):
             sys.exit(serve(serving, listen(port=0)))
+    if arguments.once:
+        print(json.dumps({"engine": in_process(arguments.once)} | {"paced": paced(arguments.once)}))
+        return
+    contenders = {"here": ROOT} | ({"peer": arguments.peer.resolve()} if arguments.peer else {})
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Path(folder) / "tokenizer.json"
-        write_tokenizer(tokenizer)
-        result = {"engine": in_process(tokenizer), "paced": paced(tokenizer)}
-    for part, rows in result.items():
-        for name, figures in rows.items():
-            print(f"{part}, {name}: " + ", ".join(f"{what} {value:.3g}" for what, value in figures.items()))
+        write_tokenizer(tokenizer := Path(folder) / "tokenizer.json")
+        for _ in track(range(TURNS), "turns", console=Console(stderr=True)):
+            for name, checkout in contenders.items():
+                runs[name].append(measured(checkout, tokenizer))
+    result = {name: middle(of) for name, of in runs.items()}
+    for name, parts in result.items():
+        for part, rows in parts.items():
+            for row, figures in rows.items():
+                told = ", ".join(f"{what} {value:.3g}" for what, value in figures.items())
+                print(f"{name}, {part}, {row}: {told}")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+def middle(runs: list[Any]) -> Any:
+    """The median of each figure."""
+    if isinstance(runs[0], dict):
+        return {name: middle([run[name] for run in runs]) for name in runs[0]}
+    return statistics.median(runs)
 
 
 if __name__ == "__main__":

@@ -214,9 +214,11 @@ class Scheduler:
         running = len(self.running) - len(without)
         most = self._most_running if self.pace is None else min(self._most_running, self.pace.most_running())
         found, _ = self.pages.find(sequence.tokens)
-        kept = {page for each in self.running if each not in without for page in each.pages}
-        free = self.pages.count - len(kept) if without else self.pages.free
-        shared = sum(page not in kept for page in found) if without else self.pages.unheld(found)
+        if without:
+            kept = {page for each in self.running if each not in without for page in each.pages}
+            free, shared = self.pages.count - len(kept), sum(page not in kept for page in found)
+        else:
+            free, shared = self.pages.free, self.pages.unheld(found)
         missing = self.pages.needed(len(sequence.tokens)) - len(found)
         return free - shared - missing >= running and running < max(most, 1)
 
