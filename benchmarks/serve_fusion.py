@@ -116,22 +116,22 @@ class Instances:
         threading.Thread(target=self._hear, daemon=True).start()
 
     async def send(self, request: Request) -> Answer:
-        pieces = asyncio.Queue[bool]()
+        pieces = asyncio.Queue[tuple[int, bool]]()
         number, self._next = self._next, self._next + 1
         self._asking[number] = asyncio.get_running_loop(), pieces
         self._asked.put((number, request.prompt, request.output_tokens))
         tokens, ends = 0, False
         while not ends:
-            ends = await pieces.get()
-            tokens += 1
+            count, ends = await pieces.get()
+            tokens += count
             yield Chunk(clock(), "")
         yield Usage(request.prompt_tokens, tokens)
 
     def _hear(self) -> None:
         while (told := self._told.get()) is not None:
-            number, ends = told
+            number, count, ends = told
             loop, pieces = self._asking[number]
-            loop.call_soon_threadsafe(pieces.put_nowait, ends)
+            loop.call_soon_threadsafe(pieces.put_nowait, (count, ends))
 
     async def close(self) -> None:
         for _ in self._processes:
@@ -149,7 +149,7 @@ def _instance(asked: Any, told: Any) -> None:
     while (item := asked.get()) is not None:
         number, prompt, count = item
         for piece in engine.open(prompt, SamplingParams(max_tokens=count, **GREEDY)):
-            told.put((number, piece.finish is not None))
+            told.put((number, len(piece.tokens), piece.finish is not None))
     engine.close()
 
 

@@ -157,11 +157,15 @@ class Result:
 
 
 def most_in_a_second(outcomes: Sequence[Outcome]) -> int:
-    """Arrivals in the busiest of the seconds, counted from the first request."""
+    """Tokens in the busiest of the seconds, counted from the first request; in each arrival of an answer as many."""
     if not outcomes:
         return 0
     first = min(outcome.start for outcome in outcomes)
-    return int(np.bincount([int(time - first) for outcome in outcomes for time in outcome.arrivals()]).max())
+    came = [
+        (time, outcome.output_tokens / (len(outcome.gaps) + 1)) for outcome in outcomes for time in outcome.arrivals()
+    ]
+    seconds = np.bincount([int(time - first) for time, _ in came], [tokens for _, tokens in came])
+    return round(float(seconds.max()))
 
 
 def most_at_once(outcomes: Sequence[Outcome]) -> int:

@@ -51,7 +51,7 @@ class _Writing:
         self.draw = Draw(params, key, self.sequence.tokens, self.sequence.prompt)
         self.writer = Writer(text, params.stop, stream.prompt) if params.stop else None  # which looks for stop texts
         self.generated = 0  # tokens
-        self.most = limit - self.sequence.prompt
+        self.limit = limit - self.sequence.prompt  # of them
         self.arrived = self.last_token = time.perf_counter()
         self.has_ended = False
 
@@ -312,23 +312,25 @@ class Engine:
         seconds = now - (self._landed or flight.began)  # whoever answers waits from one token to the next
         self._landed = now
         waits: Counter[float] = Counter()
-        with self._changed:
-            for place, (writing, token) in enumerate(zip(flight.last, tokens, strict=True)):
-                if writing.has_ended:
-                    continue
-                self._scheduler.settle(writing.sequence, token)
-                if writing.generated:
-                    waits[now - writing.last_token] += 1
-                self._take(writing, token, None if logprobs is None else logprobs[place], now)
-            for wait, count in waits.items():
-                self.metrics.next_token(wait, count)
-            self._changed.notify_all()  # those who wait for room, or for the end
-            count = sum(span.count for span in flight.spans)
-            if self._pacer is not None:
-                answering = sum(span.answers for span in flight.spans)
-                self._pacer.took(answering, count - answering, seconds)
-            self._report(count, seconds)
-        wake(writing.stream for writing in flight.last)
+        try:
+            with self._changed:
+                for place, (writing, token) in enumerate(zip(flight.last, tokens, strict=True)):
+                    if writing.has_ended:
+                        continue
+                    self._scheduler.settle(writing.sequence, token)
+                    if writing.generated:
+                        waits[now - writing.last_token] += 1
+                    self._take(writing, token, None if logprobs is None else logprobs[place], now)
+                for wait, count in waits.items():
+                    self.metrics.next_token(wait, count)
+                self._changed.notify_all()  # those who wait for room, or for the end
+                count = sum(span.count for span in flight.spans)
+                if self._pacer is not None:
+                    answering = sum(span.answers for span in flight.spans)
+                    self._pacer.took(answering, count - answering, seconds)
+                self._report(count, seconds)
+        finally:
+            wake(writing.stream for writing in flight.last)
 
     def _report(self, tokens: int, seconds: float) -> None:
         running, waiting, pages = self._scheduler.running, self._scheduler.waiting, self._scheduler.pages
@@ -348,10 +350,10 @@ class Engine:
         if writing.writer is not None and not ends:
             writing.writer.write([token])
             ends = writing.writer.stopped
-        finish: Finish | None = "stop" if ends else "length" if writing.generated >= writing.most else None
+        finish: Finish | None = "stop" if ends else "length" if writing.generated >= writing.limit else None
         if finish is not None:
             self._end(writing, finish)
-        stream.add(writing.index, token, None if stream.params.logprobs is None else logprob, finish)
+        stream.add(writing.index, token, logprob, finish)
 
     def _end(self, writing: _Writing, finish: Finish) -> None:
         writing.has_ended = True

@@ -39,9 +39,13 @@ class Job:
         """Each piece with the place of its prompt; an error if the engine cut an answer off."""
         async with aclosing(_merged(self._streams)) as pieces:
             async for at, piece in pieces:
-                if piece.finish == "cancelled":
-                    raise ended()
-                yield at, piece
+                if piece.finish != "cancelled":
+                    yield at, piece
+                    continue
+                if piece.tokens:
+                    piece.finish = None
+                    yield at, piece
+                raise ended()
 
 
 class Jobs:

@@ -76,10 +76,10 @@ class Logprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(slots=True)  # and not frozen, which takes three times as long to make: there is one for each token
+@dataclass(slots=True)  # and not frozen, which takes three times as long to make: there may be one for each token
 class Piece:
-    """What a step added to one of a request's answers. The text may lag behind the tokens: a character can take
-    several, and what may become a stop text is held back.
+    """What has come of one of a request's answers since its last piece: of one step, or of several. The text may
+    lag behind the tokens: a character can take several, and what may become a stop text is held back.
     """
 
     index: int  # which of the n answers

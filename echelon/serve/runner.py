@@ -9,6 +9,7 @@ job's store.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,7 @@ from echelon.serve.step import Part, Shape, pack, unpack
 
 _END, _STEP, _REST = range(3)
 _LONG = timedelta(days=365)
+_FREEZING, _undisturbed = threading.Lock(), set[object]()  # of the process, as Python's collector is
 _FIRST = 512  # numbers that the first broadcast of a step holds; most steps need no second
 
 
@@ -107,13 +109,21 @@ class Runner:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """For as long as steps are taken. Now and then Python looks for garbage among all objects that there are, which
-    takes as long as many steps, and everybody waits. So it looks only among those that came since.
+    takes as long as many steps, and everybody waits. So it looks only among those that came since; what is older and
+    becomes garbage in a circle stays until the last engine of the process ends.
     """
-    gc.freeze()
+    me = object()
+    with _FREEZING:
+        _undisturbed.add(me)
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        with _FREEZING:
+            _undisturbed.discard(me)
+            if not _undisturbed:
+                gc.unfreeze()
 
 
 def _waking(rest: int) -> str:

@@ -10,7 +10,7 @@ it is asked for (`Chosen.result`), so that whoever launches steps need not wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class Draws:
         self.have_limit = any(one.top_k or one.top_p < 1 for one in by_chance)
         self.have_filter = self.have_limit or any(one.min_p > 0 for one in by_chance)
         asked = [one.logprobs for one in params]
-        self.logprobs = asked if any(count is not None for count in asked) else None  # asked for, if any are
+        self.have_logprobs, self.logprobs = any(count is not None for count in asked), asked
         floats = [
             [one.temperature if one.temperature > _COLD else 0.0 for one in params],
             [one.min_p for one in params],
@@ -73,7 +73,9 @@ class Draws:
         self._columns = np.concatenate([np.array(floats, np.float32).view(np.int32), np.array(whole, np.int32)])
 
     def columns(self) -> NDArray[np.int32]:
-        """A row each for temperature, min_p, top_p (fp32, by their bits), top_k, the key's two words, and the place."""
+        """A row each for temperature, min_p, top_p (fp32, by their bits), top_k, the key's two words, and the place:
+        the same array each time.
+        """
         self._columns[-1] = [len(draw.tokens) for draw in self.each]
         return self._columns
 
@@ -82,19 +84,17 @@ class Drawn(NamedTuple):
     """The tokens of a step; and how likely they were (by the model, before any filter), if that was asked for."""
 
     tokens: list[int]
-    logprobs: list[Logprob] | None = None
+    logprobs: list[Logprob | None] | None = None
 
 
 class Chosen:
     """What a step has drawn, on the device until it is asked for."""
 
-    def __init__(
-        self, tokens_R: Tensor, logprobs_RV: Tensor | None = None, asked: list[int | None] | None = None
-    ) -> None:
-        self.tokens_R = tokens_R
-        self._asked = asked
+    def __init__(self, tokens_R: Tensor, logprobs_RV: Tensor | None = None, asked: Sequence[int | None] = ()) -> None:
+        """`asked`: of each row, how many of the likeliest tokens to tell."""
+        self.tokens_R, self._asked = tokens_R, asked
         kept: list[Tensor] = [tokens_R]
-        if logprobs_RV is not None and asked is not None:
+        if logprobs_RV is not None:
             top = logprobs_RV.topk(min(max(count or 0 for count in asked), logprobs_RV.shape[1]))
             kept += [logprobs_RV.gather(1, tokens_R[:, None]), top.values, top.indices]
         self._kept, self._copied = _to_host(kept)
@@ -104,12 +104,12 @@ class Chosen:
         if self._copied is not None:
             self._copied.synchronize()
         tokens, *likely = (each.tolist() for each in self._kept)
-        if self._asked is None:
+        if not likely:
             return Drawn(tokens)
         told = []
         for token, count, (own,), values, places in zip(tokens, self._asked, *likely, strict=True):
             top = tuple(zip(places[:count], values[:count], strict=True))
-            told.append(Logprob(token, 0.0) if count is None else Logprob(token, own, top))
+            told.append(None if count is None else Logprob(token, own, top))
         return Drawn(tokens, told)
 
 
@@ -122,7 +122,7 @@ def sample(
     """A token for each row. The columns may be on the device already, and `draw` be faster than `draw_plainly`."""
     if columns_CR is None:
         columns_CR = torch.from_numpy(draws.columns()).to(logits_RV.device)
-    logprobs_RV = None if draws.logprobs is None else logits_RV.float().log_softmax(-1)
+    logprobs_RV = logits_RV.float().log_softmax(-1) if draws.have_logprobs else None
     if draws.look_back:
         logits_RV = _penalize(logits_RV, draws.each)
     temperature_R, min_p_R, top_p_R = columns_CR[:3].view(torch.float32)

@@ -173,7 +173,7 @@ class Scheduler:
             sequence.computed = span.start + span.count
             if span.is_last:
                 sequence.tokens.append(PENDING)
-            if span.count > 1:  # a page that an answer fills is named when its next token is known
+            if not span.answers:  # a page that an answer fills is named when its next token is known
                 self._name(sequence)
 
     def settle(self, sequence: Sequence, token: int) -> None:

@@ -1,8 +1,9 @@
 """A request's answers on their way from the engine's thread to whoever asked.
 
-The engine adds tokens, which takes it next to nothing; whoever reads makes text of them. What has come since somebody
-last read is one piece: a token as a rule, and more where the reader is slower than the engine. So many readers, who all
-share Python with the engine, do not hold it up; and an answer that is read only at its end is decoded at once.
+The engine adds tokens, which takes it next to nothing; whoever reads makes text of them (and the engine only where it
+looks for a text at which to stop). What has come since somebody last read is one piece: a token as a rule, and more
+where the reader is slower than the engine. So many readers, who all share Python with the engine, do not hold it up;
+and an answer that is read only at its end is decoded at once.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def wake(streams: Iterable[Stream]) -> None:
     """Whoever waits for one of them. An event loop is called once for all of its readers."""
     loops: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
     for stream in streams:
-        waiting, stream._waiting = stream._waiting, None
+        with stream._lock:
+            waiting, stream._waiting = stream._waiting, None
         if isinstance(waiting, threading.Event):
             waiting.set()
         elif waiting is not None:
@@ -151,4 +153,4 @@ def collect(stream: Stream, pieces: Sequence[Piece]) -> Answer:
         tokens = tuple(chain.from_iterable(piece.tokens for piece in mine))
         logprobs = tuple(chain.from_iterable(piece.logprobs for piece in mine))
         choices.append(Choice("".join(piece.text for piece in mine), tokens, logprobs, finish))
-    return Answer(stream.prompt, tuple(choices), max(piece.cached for piece in pieces))
+    return Answer(stream.prompt, tuple(choices), stream.cached)

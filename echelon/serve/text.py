@@ -77,7 +77,7 @@ class Text:
         return self._tokenizer.decode(list(tokens))
 
     def alone(self, token: int) -> str:
-        """The text of a token by itself, which is asked for once a token."""
+        """The text of a token by itself, which is asked for again and again."""
         known = self._alone.get(token)
         if known is None:
             known = self._alone[token] = self.decode([token])
@@ -133,7 +133,9 @@ class Writer:
         self.stopped = False
 
     def write(self, tokens: Sequence[int]) -> str:
-        """What these tokens add, the same whether they come together or one by one; nothing once `stopped` is true."""
+        """What these tokens add: of a text that is well formed the same, whether they come together or one by one.
+        Nothing once `stopped` is true.
+        """
         if len(tokens) > 1 and not self._stops:
             text = self._text.decode([*self._tokens[self._context :], *tokens])
             if _UNKNOWN not in text:  # else characters may be cut, which is for tokens one by one
@@ -155,6 +157,8 @@ class Writer:
         return text
 
     def _new_text(self, final: bool) -> str:
+        if self._written == len(self._tokens):
+            return ""
         text = self._text.decode(self._tokens[self._context :])
         incomplete = text.endswith(_UNKNOWN) and len(self._tokens) - self._written < _LONGEST_CHARACTER
         return "" if incomplete and not final else self._beyond_written(text)
@@ -163,11 +167,10 @@ class Writer:
         """What the text of all tokens from the context on has beyond that of those that are written already."""
         known = self._tokens[self._context : self._written]
         before = self._text.alone(known[0]) if len(known) == 1 else self._text.decode(known)
-        count = len(self._tokens)
         if len(text) > len(before):
-            self._context, self._written = max(self._written, count - _LONGEST_CHARACTER), count
+            self._context, self._written = self._written, len(self._tokens)
         elif text == before:  # of tokens without a text
-            self._written = count
+            self._written = len(self._tokens)
         return text[len(before) :]
 
     def _keep_back(self, new: str) -> str:

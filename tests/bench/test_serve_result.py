@@ -44,7 +44,8 @@ def test_peaks():
     assert most_at_once([SLOW, after]) == 1
     assert most_at_once([SLOW, SHORT, after]) == 2
     assert list(SLOW.arrivals()) == [0.5, 0.75, 1.5]
-    assert most_in_a_second([SLOW, Outcome(3.25, ttft=0.25, gaps=[0.1, 0.1, 0.1])]) == 4
+    assert most_in_a_second([SLOW, Outcome(3.25, ttft=0.25, gaps=[0.1, 0.1, 0.1], output_tokens=4)]) == 4
+    assert most_in_a_second([Outcome(3.25, ttft=0.25, gaps=[0.1, 0.1, 0.1], output_tokens=20)]) == 20
 
 
 def test_nothing_was_answered():

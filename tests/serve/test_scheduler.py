@@ -236,3 +236,16 @@ def test_contents_are_told_apart_by_all_that_came_before() -> None:
     assert pages.name(again, 0, (1, 2)) == one, "the same content has one number"
     assert pages.find([1, 2, 9])[0] == [first]
     assert len({*itertools.chain([first, second, again])}) == 3
+
+
+def test_a_prompt_that_was_read_token_by_token_is_known() -> None:
+    pages = Pages(8, 2)
+    scheduler = Scheduler(pages, budget=1, most_running=2)
+    sequence = Sequence(list(range(7)), 9)
+    scheduler.add(sequence)
+    for _ in range(6):
+        spans = scheduler.schedule()
+        assert [(span.count, span.is_last) for span in spans] == [(1, False)]
+        scheduler.advance(spans)
+    scheduler.remove(sequence)
+    assert len(pages.find(list(range(7)))[0]) == 3

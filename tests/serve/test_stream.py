@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
 
 import pytest
 
 from echelon.models.tokenizer import Bytes
+from echelon.serve.errors import ApiError
+from echelon.serve.jobs import Job
 from echelon.serve.request import Logprob, Piece, SamplingParams
 from echelon.serve.stream import Stream, collect, wake
 from echelon.serve.text import Text
@@ -93,6 +94,21 @@ def test_an_answer_that_was_cancelled_has_ended() -> None:
     assert list(stream) == [Piece(0, "ab", (97, 98), finish="cancelled")]
 
 
+def test_a_client_gets_what_had_come_before_it_was_cut_off() -> None:
+    stream = opened()
+    add(stream, b"ab")
+    stream.cut(0)
+    told: list[str] = []
+
+    async def read() -> None:
+        async for _, piece in Job([stream]).pieces():
+            told.append(piece.text)
+
+    with pytest.raises(ApiError):
+        asyncio.run(read())
+    assert told == ["ab"]
+
+
 def write(streams: list[Stream], tokens: int, chance: random.Random) -> None:
     """As the engine does: a step's tokens for all, then whoever waits is woken."""
     for place in range(tokens):
@@ -101,7 +117,7 @@ def write(streams: list[Stream], tokens: int, chance: random.Random) -> None:
             stream.add(0, 33 + place % 90, None, finish)
         wake(streams)
         if chance.random() < 0.1:
-            threading.Event().wait(0.0005)  # so that readers come to an end, too, and must be woken again
+            Event().wait(0.0005)  # so that readers come to an end, too, and must be woken again
 
 
 EXPECTED = tuple(33 + place % 90 for place in range(400))
@@ -110,13 +126,19 @@ EXPECTED = tuple(33 + place % 90 for place in range(400))
 @pytest.mark.parametrize("seed", range(3))
 def test_readers_in_threads_get_everything(seed: int) -> None:
     streams = [opened() for _ in range(8)]
-    with ThreadPoolExecutor(9) as pool:
-        readers = [pool.submit(list, stream) for stream in streams]
-        pool.submit(write, streams, len(EXPECTED), random.Random(seed)).result()
-        for reader in readers:
-            pieces = reader.result(timeout=20)
-            assert tuple(token for piece in pieces for token in piece.tokens) == EXPECTED
-            assert "".join(piece.text for piece in pieces) == bytes(EXPECTED).decode()
+    found: dict[Stream, list[Piece]] = {}
+    readers = [
+        Thread(target=lambda each: found.update({each: list(each)}), args=[each], daemon=True) for each in streams
+    ]
+    for reader in readers:
+        reader.start()
+    write(streams, len(EXPECTED), random.Random(seed))
+    for reader in readers:
+        reader.join(20)
+    assert len(found) == 8, "somebody waits for ever"
+    for pieces in found.values():
+        assert tuple(token for piece in pieces for token in piece.tokens) == EXPECTED
+        assert "".join(piece.text for piece in pieces) == bytes(EXPECTED).decode()
 
 
 @pytest.mark.parametrize("seed", range(3))

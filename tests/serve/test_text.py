@@ -67,6 +67,17 @@ def test_tokens_add_together_what_they_add_one_by_one(bpe: Text, data: st.DataOb
     assert together.stopped == alone.stopped
 
 
+@given(st.data())
+def test_characters_that_are_spelled_in_bytes(in_bytes: Text, data: st.DataObject) -> None:
+    """As Llama 2's tokenizer does it with what its vocabulary lacks: all bytes of a run make characters, or none."""
+    known = {chr(97 + letter): letter for letter in range(3)}
+    text = data.draw(st.text("abข😀", min_size=8, max_size=20) | st.just("ข" * 20))
+    tokens = [token for each in text for token in ([known[each]] if each in known else [3 + x for x in each.encode()])]
+    writer = Writer(in_bytes, (), [0])
+    cuts = [*range(0, len(tokens), data.draw(st.integers(1, 15))), len(tokens)]
+    assert "".join(writer.write(tokens[start:end]) for start, end in pairwise(cuts)) + writer.finish() == text
+
+
 class Spaced:
     """As Llama 2's: a word has its space before it, which is dropped where a text begins."""
 
@@ -96,6 +107,17 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Text:
     folder = tmp_path_factory.mktemp("bpe")
     write_tokenizer(folder, special=("<|endoftext|>",))
     return Text.of_name(str(folder))
+
+
+@pytest.fixture(scope="module")
+def in_bytes(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = ["a", "b", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({text: number for number, text in enumerate(vocabulary)}, []))
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    path = tmp_path_factory.mktemp("in_bytes") / "tokenizer.json"
+    made.save(str(path))
+    return Text.of_name(str(path))
 
 
 @pytest.fixture
