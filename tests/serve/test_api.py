@@ -46,7 +46,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     chunks = list(client.completions.create(**asked, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    assert len(chunks) > 5
+    assert len(chunks) > 1
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in chunks)
 

@@ -174,17 +174,13 @@ def test_logprobs_are_the_models(engine: Engine) -> None:
 
 
 def test_what_is_cancelled_leaves_at_once(engine: Engine) -> None:
-    async def leave_early() -> list[Piece]:
-        pieces = []
+    async def leave_early() -> Piece:
         stream = engine.stream(list(range(30)), SamplingParams(max_tokens=90, ignore_eos=True, n=2))
-        async for piece in stream:
-            pieces.append(piece)
-            if len(pieces) == 3:
-                break
+        first = await anext(stream)
         await stream.aclose()
-        return pieces
+        return first
 
-    assert len(asyncio.run(leave_early())) == 3
+    assert asyncio.run(leave_early()).finish is None
     stream = engine.open([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
     stream.cancel()
     stream.cancel()
