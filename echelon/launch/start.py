@@ -36,7 +36,7 @@ RECORD_VARIABLE = "ECHELON_RECORD"
 LINK_VARIABLE = "ECHELON_LINK"  # what joins the nodes of an emulated cluster
 _JOB_VARIABLE = "ECHELON_JOB"  # marks every process of a job, wherever its launcher put it
 _GRACE_SECONDS = 5.0
-_NEW_SECONDS = 2.0  # within which whoever makes shared memory has opened it, too
+_NEW_SECONDS = 600.0  # within which all ranks of a job have opened the memory that one made, those in containers, too
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2}  # what schedulers send before they end a job, if they are told to
 _OPEN_MPI_TAG = re.compile(rb"^\[[^\]]*,(\d+)\]<std(?:out|err)>:\s?")
 
@@ -171,7 +171,8 @@ def memory_folder() -> Path:
 
 def _remove_leftovers() -> None:
     """What launchers and ranks that were killed could not remove themselves: the folders of the former, and shared
-    memory of MPICH that nobody has open any more, or, if it is new, not yet.
+    memory of MPICH that nobody has open. Processes in containers cannot be seen; a name is needed only until all ranks
+    have opened it, so what is new stays.
     """
     if not Path("/proc/self").exists():
         return
@@ -182,8 +183,8 @@ def _remove_leftovers() -> None:
     unused = [path for path in memory_folder().glob("mpich_shm_*") if _age(path) > _NEW_SECONDS]
     for maps in Path("/proc").glob("[0-9]*/maps") if unused else ():
         with contextlib.suppress(OSError):
-            mapped = maps.read_text()
-            unused = [path for path in unused if str(path) not in mapped]
+            mapped = maps.read_bytes()
+            unused = [path for path in unused if os.fsencode(path) not in mapped]
     for path in unused:
         with contextlib.suppress(OSError):  # another user's, whose processes cannot be seen
             path.unlink()

@@ -357,10 +357,10 @@ class Engine:
 
     def _end(self, writing: _Writing, finish: Finish) -> None:
         writing.has_ended = True
-        del self._writing[writing.sequence]
         self._scheduler.remove(writing.sequence)
         now = time.perf_counter()
         if self._pacer is not None:
             self._pacer.ended(now)
         prompt = writing.sequence.prompt if writing.index == 0 else None  # of all answers
         self.metrics.finished(finish, now - writing.arrived, prompt, writing.generated)
+        del self._writing[writing.sequence]  # last: whom the engine still knows it tells if it fails

@@ -36,16 +36,16 @@ class Job:
             stream.cancel()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Each piece with the place of its prompt; an error if the engine cut an answer off."""
+        """Each piece with the place of its prompt; at the end an error, if the engine cut answers off."""
+        is_cut = False
         async with aclosing(_merged(self._streams)) as pieces:
             async for at, piece in pieces:
-                if piece.finish != "cancelled":
+                if piece.finish == "cancelled":
+                    is_cut, piece.finish = True, None
+                if piece.tokens or piece.finish:
                     yield at, piece
-                    continue
-                if piece.tokens:
-                    piece.finish = None
-                    yield at, piece
-                raise ended()
+        if is_cut:
+            raise ended()
 
 
 class Jobs:

@@ -127,7 +127,7 @@ class Writer:
 
     def __init__(self, text: Text, stops: Sequence[str], prompt: Sequence[int] = ()) -> None:
         self._text, self._stops = text, stops
-        self._tokens = list(prompt[-_LONGEST_CHARACTER:])  # with them the first token is decoded as it stands there
+        self._tokens = _tail(text, prompt)  # with them the first token is decoded as it stands there
         self._context, self._written = 0, len(self._tokens)  # from where on tokens are decoded, and written already
         self._kept = ""
         self.stopped = False
@@ -184,6 +184,12 @@ class Writer:
         kept = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._kept = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+
+def _tail(text: Text, tokens: Sequence[int]) -> list[int]:
+    """The last tokens, from the beginning of a character on if there is one among them."""
+    tails = [list(tokens[start:]) for start in range(-min(_LONGEST_CHARACTER, len(tokens)), 0)]
+    return next((tail for tail in tails if _UNKNOWN not in text.decode(tail)), tails[0] if tails else [])
 
 
 def _overlap(text: str, stop: str) -> int:

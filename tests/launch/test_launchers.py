@@ -182,16 +182,19 @@ def test_leftovers_of_killed_launchers_are_removed():
         shutil.rmtree(mine)
 
 
-def test_shared_memory_of_killed_ranks_is_removed():
-    """What is open stays, whoever has started those ranks."""
+def test_shared_memory_of_killed_ranks_is_removed(tmp_path):
+    """What is open stays, whoever has started those ranks; whatever else this process has open."""
     job = echelon("run", "-n", 2, SCRIPTS / "ends.py", "killed", timeout=60)
     left = {Path(line.split("MEMORY ")[1]) for line in job.stdout.splitlines() if "MEMORY " in line}
     if find().family == "MPICH":
         assert left, "MPICH's shared memory has another name than it had"
     used = start.memory_folder() / f"mpich_shm_test_{os.getpid()}"
-    used.write_bytes(bytes(4096))
+    no_text = os.fsencode(tmp_path) + b"/caf\xe9"
     try:
-        with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        for path in (used, no_text):
+            with open(path, "wb") as file:
+                file.write(bytes(4096))
+        with open(no_text, "r+b") as odd, used.open("r+b") as file, mapped(odd), mapped(file):
             for path in (used, *left):
                 with contextlib.suppress(FileNotFoundError):  # another job may have removed what is left
                     os.utime(path, (0, 0))  # not new any more
@@ -203,3 +206,7 @@ def test_shared_memory_of_killed_ranks_is_removed():
         assert used.exists(), "it may be opened yet"
     finally:
         used.unlink()
+
+
+def mapped(file):
+    return mmap.mmap(file.fileno(), 4096)

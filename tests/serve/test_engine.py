@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -370,12 +369,37 @@ def test_python_does_not_look_through_all_objects_while_steps_are_taken() -> Non
 def test_whoever_ended_in_a_step_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(small(), settings=Settings(cache_gib=0.02))
     monkeypatch.setattr(engine, "_report", lambda *_: 1 / 0)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(engine.generate, [[1, 2]], SamplingParams(max_tokens=1, ignore_eos=True))
-        [answer] = reading.result(timeout=20)
-    assert answer.choices[0].finish == "length"
+    [piece] = read_in_time(engine)
+    assert isinstance(piece, Piece)
+    assert piece.finish == "length"
     engine.close()
     assert isinstance(engine.failed, ZeroDivisionError)
+
+
+def test_whoever_ends_while_the_engine_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02))
+    monkeypatch.setattr(engine.metrics, "finished", lambda *_: 1 / 0)
+    [told] = read_in_time(engine)
+    assert isinstance(told, EngineFailed)
+    engine.close()
+
+
+def read_in_time(engine: Engine) -> list[Piece | EngineFailed]:
+    """What comes of a request of one token."""
+    stream = engine.open([1, 2], SamplingParams(max_tokens=1, ignore_eos=True))
+    told: list[Piece | EngineFailed] = []
+
+    def read() -> None:
+        try:
+            told.extend(stream)
+        except EngineFailed as failure:
+            told.append(failure)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(20)
+    assert told, "it waits for ever"
+    return told
 
 
 def test_settings_that_cannot_be() -> None:
