@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -42,7 +43,7 @@ from echelon.bench.serve_load import RandomLoad, random_requests
 from echelon.bench.serve_target import Server
 from echelon.models.llama import Llama, LlamaConfig
 from echelon.models.tokenizer import FromFile
-from echelon.serve import fused, kernels, sample, way
+from echelon.serve import fused, sample, way
 from echelon.serve.engine import Engine
 from echelon.serve.request import SamplingParams
 from echelon.serve.server import listen, serve
@@ -51,6 +52,7 @@ from echelon.serve.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, CONTEXT, MOST = 8000, 2048, 256
+DRAWING = importlib.import_module("echelon.serve." + ("drawing" if hasattr(fused, "drawing") else "kernels"))  # earlier
 WRITTEN, ROUNDS, TURNS = 600, 4, 3  # tokens of an answer
 
 
@@ -100,7 +102,7 @@ def engine(tokenizer: Path, seconds: float = 0.0) -> Iterator[tuple[Engine, Devi
             (fused.Fused, "_forward", lambda self, places_3T, *_: device.launch(places_3T.shape[1])),
             (sample, "_to_host", device.to_host),
             (type(model.head), "forward", lambda self, hidden_RD: hidden_RD[:, :1].expand(-1, VOCABULARY)),
-            (kernels, "draw", lambda logits_RV, temperatures_R, keys_2R, places_R: tokens[places_R % len(tokens)]),
+            (DRAWING, "draw", lambda logits_RV, temperatures_R, keys_2R, places_R, *_: tokens[places_R % len(tokens)]),
         ):
             left_out.enter_context(patch.object(where, name, instead))
         settings = Settings(cache_gib=0.1, context=CONTEXT, token_budget=8192, most_running=MOST)

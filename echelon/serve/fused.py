@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from echelon.models.parts import SwiGLU
 from echelon.parallel import shards
 from echelon.parallel.tensor import kv_heads_of
-from echelon.serve import kernels
+from echelon.serve import drawing, kernels
 from echelon.serve.graphs import Captures, Graph
 from echelon.serve.narrow import NarrowWeight
 from echelon.serve.sample import COLUMNS, Chosen, Draws, sample
@@ -92,7 +92,7 @@ class Fused:
         logits_RV = self._model.head(hidden_TD[last_R])
         if draws is None:
             return None
-        chosen = sample(logits_RV, draws, columns_CR, kernels.draw)
+        chosen = sample(logits_RV, draws, columns_CR, drawing)
         self._latest_R[places_3T[0, last_R].long()] = chosen.tokens_R
         return chosen
 

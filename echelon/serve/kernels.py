@@ -10,7 +10,8 @@ microseconds whatever it does:
     gated     SwiGLU's activation
     in_8_bits what fp8 products are made of: each row's largest value, and the row over it
     thin      the product of few rows with a weight in 8 bits, which is read as it is; `widen` for many rows
-    draw      the next tokens, with chance and without
+
+Those that draw the next tokens are in drawing.py.
 
 What lies in a packet (see fused.py) may lie anywhere in it: kernels are not compiled anew for where it does.
 
@@ -204,22 +205,6 @@ def widen(weight_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
     columns, block = weight_NK.shape[1], 4096
     _widen[(len(weight_NK), triton.cdiv(columns, block))](weight_NK, scale_N1, out_NK, columns, block, num_warps=8)
     return out_NK
-
-
-def draw(logits_RV: Tensor, temperatures_R: Tensor, keys_2R: Tensor, places_R: Tensor) -> Tensor:
-    """A token for each row: the likeliest where the temperature is 0, else by chance, as sample.py draws it."""
-    rows, columns = logits_RV.shape
-    block = 8192
-    blocks = triton.cdiv(columns, block)
-    best_RB = torch.empty(rows, blocks, dtype=torch.float32, device=logits_RV.device)
-    where_RB = torch.empty(rows, blocks, dtype=torch.int32, device=logits_RV.device)
-    chosen_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    _draw[(rows, blocks)](
-        logits_RV, temperatures_R, keys_2R, places_R, best_RB, where_RB, keys_2R.stride(0), columns, blocks, block,
-        num_warps=8,
-    )  # fmt: skip
-    _best[(rows,)](best_RB, where_RB, chosen_R, blocks, triton.next_power_of_2(blocks), num_warps=1)
-    return chosen_R
 
 
 @triton.jit
@@ -430,38 +415,3 @@ def _widen(weight, scales, out, columns, BLOCK: tl.constexpr):  # type: ignore[n
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(weight + row * columns + place, place < columns, 0).to(tl.float32) * tl.load(scales + row)
     tl.store(out + row * columns + place, wide.to(out.dtype.element_ty), place < columns)
-
-
-@triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
-    """As `counter.mix`."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit(do_not_specialize=["keys_stride"], do_not_specialize_on_alignment=["temperatures", "keys", "places"])
-def _draw(  # type: ignore[no-untyped-def]
-    logits, temperatures, keys, places, best, where, keys_stride, columns, blocks, BLOCK: tl.constexpr
-):
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * columns + column, column < columns, -float("inf")).to(tl.float32)
-    temperature = tl.load(temperatures + row)
-    if temperature > 0:
-        of_row = _mix(tl.load(places + row).to(tl.uint32) ^ tl.load(keys + row).to(tl.uint32))
-        hashed = _mix(of_row ^ _mix(column.to(tl.uint32) ^ tl.load(keys + keys_stride + row).to(tl.uint32)))
-        between_0_and_1 = ((hashed >> 9).to(tl.float32) + 0.5) / 8388608
-        x = x / temperature - tl.log(-tl.log(between_0_and_1))
-    x = tl.where(x >= -float("inf"), x, -float("inf"))  # no number is drawn last, and never a token that does not exist
-    largest = tl.max(x)
-    tl.store(best + row * blocks + block, largest)
-    tl.store(where + row * blocks + block, tl.min(tl.where((x == largest) & (column < columns), column, 2147483647)))
-
-
-@triton.jit
-def _best(best, where, chosen, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, block = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(best + row * blocks + block, block < blocks, -float("inf"))
-    place = tl.load(where + row * blocks + block, block < blocks, 2147483647)
-    tl.store(chosen + row, tl.min(tl.where(x == tl.max(x), place, 2147483647)).to(tl.int64))

@@ -14,8 +14,15 @@ from echelon.serve.sample import Draw, Draws
 from echelon.serve.step import Part, Shape
 from echelon.serve.way import Way
 
-_COSTLY = Draw(SamplingParams(top_p=0.5, top_k=2, min_p=0.1, logprobs=1), (0, 0), [0], 1)
-_USUAL = Draw(SamplingParams(), (0, 0), [0], 1)
+_USUAL, _LIMITED, _PENALIZED, _COSTLY = (
+    Draw(params, (0, 0), [0], 1)
+    for params in (
+        SamplingParams(),
+        SamplingParams(top_p=0.5),
+        SamplingParams(presence_penalty=1.0),
+        SamplingParams(top_p=0.5, presence_penalty=1.0, logprobs=1),
+    )
+)
 
 
 @torch.inference_mode()
@@ -28,14 +35,16 @@ def rehearse(way: Way, shape: Shape, token_budget: int, context: int, draws_here
 
 
 def _steps(shape: Shape, token_budget: int, context: int) -> Iterator[tuple[list[Part], Draw]]:
-    """The largest: prompts alone; an answer beside prompts; answers alone, drawn in the usual and in the costliest way.
-    And smaller ones: by how many tokens there are, kernels are cut in other ways.
+    """The largest: prompts alone; an answer beside prompts; answers alone, drawn in all ways. And smaller ones: by how
+    many tokens there are, kernels are cut in other ways.
     """
     whole = _prompts(shape, token_budget, context)
     yield whole, _USUAL
     yield [whole[0]._replace(tokens=[0]), *whole[1:]], _USUAL
     answers = [Part(row, 0, [0], 0, [row % shape.pages], True) for row in range(shape.rows)]
     yield answers, _COSTLY
+    yield answers, _LIMITED
+    yield answers, _PENALIZED
     for count in (*_doubling(1, shape.rows), shape.rows):
         yield answers[:count], _USUAL
     for count in _doubling(2, min(token_budget, context)):

@@ -10,10 +10,11 @@ it is asked for (`Chosen.result`), so that whoever launches steps need not wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,29 @@ from echelon.serve.request import Logprob, SamplingParams
 
 COLUMNS = 7  # numbers of 32 bits that a draw depends on: see `Draws.columns`
 _COLD = 1e-5  # temperatures up to which only the likeliest token is drawn
+
+
+class Seen:
+    """Which tokens a sequence has, and how often each stands in its answer. The sequence only grows: what was counted
+    is not counted again.
+    """
+
+    def __init__(self, tokens: list[int], prompt: int) -> None:
+        self._tokens, self._prompt = tokens, prompt
+        self._counted = 0
+        self._places: dict[int, int] = {}  # of each token, in the arrays
+        self._distinct, self._counts = array("i"), array("i")
+
+    def so_far(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        for at in range(self._counted, len(self._tokens)):
+            token = self._tokens[at]
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._distinct):
+                self._distinct.append(token)
+                self._counts.append(0)
+            self._counts[place] += at >= self._prompt
+        self._counted = len(self._tokens)
+        return np.array(self._distinct), np.array(self._counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +66,10 @@ class Draw:
     def looks_back(self) -> bool:
         params = self.params
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @cached_property
+    def seen(self) -> Seen:
+        return Seen(self.tokens, self.prompt)
 
 
 class Draws:
@@ -113,13 +141,26 @@ class Chosen:
         return Drawn(tokens, told)
 
 
-def sample(
-    logits_RV: Tensor,
-    draws: Draws,
-    columns_CR: Tensor | None = None,
-    draw: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
-) -> Chosen:
-    """A token for each row. The columns may be on the device already, and `draw` be faster than `draw_plainly`."""
+class Kernels(Protocol):
+    """What draws in fewer kernels; see drawing.py."""
+
+    def limit(
+        self, logits_RV: Tensor, temperatures_R: Tensor, min_p_R: Tensor, top_p_R: Tensor, top_k_R: Tensor, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def draw(
+        self,
+        logits_RV: Tensor,
+        temperatures_R: Tensor,
+        keys_2R: Tensor,
+        places_R: Tensor,
+        limits: tuple[Tensor, Tensor] | None,
+        /,
+    ) -> Tensor: ...
+
+
+def sample(logits_RV: Tensor, draws: Draws, columns_CR: Tensor | None = None, kernels: Kernels | None = None) -> Chosen:
+    """A token for each row. The columns may be on the device already."""
     if columns_CR is None:
         columns_CR = torch.from_numpy(draws.columns()).to(logits_RV.device)
     logprobs_RV = logits_RV.float().log_softmax(-1) if draws.have_logprobs else None
@@ -127,11 +168,14 @@ def sample(
         logits_RV = _penalize(logits_RV, draws.each)
     temperature_R, min_p_R, top_p_R = columns_CR[:3].view(torch.float32)
     top_k_R, keys_2R, places_R = columns_CR[3], columns_CR[4:6], columns_CR[6]
-    if draws.have_filter:
-        logits_RV = _likely(logits_RV, temperature_R, min_p_R, top_p_R, top_k_R, draws.have_limit)
-    if draw is None:
-        draw = partial(draw_plainly, has_chance=draws.have_chance)
-    chosen_R = draw(logits_RV, temperature_R, keys_2R, places_R)
+    by = temperature_R, min_p_R, top_p_R, top_k_R
+    if kernels is not None:
+        limits = kernels.limit(logits_RV, *by) if draws.have_filter else None
+        chosen_R = kernels.draw(logits_RV, temperature_R, keys_2R, places_R, limits)
+    else:
+        if draws.have_filter:
+            logits_RV = likely(logits_RV, *by, draws.have_limit)
+        chosen_R = draw_plainly(logits_RV, temperature_R, keys_2R, places_R, draws.have_chance)
     return Chosen(chosen_R, logprobs_RV, draws.logprobs)
 
 
@@ -154,7 +198,7 @@ def _gumbel(keys_2R: Tensor, places_R: Tensor, vocabulary: int) -> Tensor:
     return -(-between_0_and_1.log()).log()
 
 
-def _likely(
+def likely(
     logits_RV: Tensor, temperature_R: Tensor, min_p_R: Tensor, top_p_R: Tensor, top_k_R: Tensor, has_limit: bool
 ) -> Tensor:
     """Those that min_p, top_k and top_p leave, one after the other; the others can no more be drawn."""
@@ -180,18 +224,20 @@ def _beyond_limit(logits_RV: Tensor, top_k_R: Tensor, top_p_R1: Tensor) -> Tenso
 
 
 def _penalize(logits_RV: Tensor, draws: list[Draw]) -> Tensor:
-    logits_RV = logits_RV.float().clone()
-    for row, draw in enumerate(draws):
-        if not draw.looks_back:
-            continue
-        params, here = draw.params, logits_RV[row]
-        if params.repetition_penalty != 1:
-            seen = torch.tensor(sorted(set(draw.tokens)), device=here.device)
-            old = here[seen]
-            here[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
-        answer = torch.tensor(draw.tokens[draw.prompt :], dtype=torch.int64, device=here.device)
-        tokens, counts = answer.unique(return_counts=True)
-        here[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+    looking = [row for row, draw in enumerate(draws) if draw.looks_back]
+    seen = [draws[row].seen.so_far() for row in looking]
+    which = np.repeat(np.arange(len(looking), dtype=np.int32), [len(tokens) for tokens, _ in seen])
+    whole = np.stack([which, *(np.concatenate(each) for each in zip(*seen, strict=True))])
+    each = [draws[row].params for row in looking]
+    penalties = [[one.repetition_penalty, one.presence_penalty, one.frequency_penalty] for one in each]
+    device = logits_RV.device
+    which_N, tokens_N, counts_N = torch.from_numpy(whole).to(device)
+    rows_N = torch.tensor(looking, dtype=torch.int32, device=device)[which_N]
+    repetition_N, presence_N, frequency_N = torch.tensor(penalties, device=device)[which_N].T
+    logits_RV = logits_RV.to(torch.float32, copy=True)
+    old_N = logits_RV[rows_N, tokens_N]
+    new_N = torch.where(old_N > 0, old_N / repetition_N, old_N * repetition_N)
+    logits_RV[rows_N, tokens_N] = torch.where(counts_N > 0, new_N - (presence_N + frequency_N * counts_N), new_N)
     return logits_RV
 
 

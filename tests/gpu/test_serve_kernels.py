@@ -9,6 +9,7 @@ from tests.serve import kernels as checks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 kernels = pytest.importorskip("echelon.serve.kernels", reason="needs Triton") if torch.cuda.is_available() else None
+drawing = pytest.importorskip("echelon.serve.drawing", reason="needs Triton") if torch.cuda.is_available() else None
 DTYPES = pytest.mark.parametrize("dtype", checks.BOUNDS, ids=str)
 
 
@@ -72,4 +73,10 @@ def test_widen(dtype: torch.dtype) -> None:
 @DTYPES
 def test_draw(dtype: torch.dtype) -> None:
     for rows, vocabulary in ((1, 5), (8, 300), (64, 9000), (256, 151936)):
-        checks.check_draw(kernels, "cuda", dtype, rows, vocabulary)
+        checks.check_draw(drawing, "cuda", dtype, rows, vocabulary)
+
+
+@DTYPES
+def test_limit(dtype: torch.dtype) -> None:
+    for seed, (rows, vocabulary) in enumerate(((1, 5), (64, 300), (64, 16385), (256, 151936))):
+        checks.check_limit(drawing, "cuda", dtype, rows, vocabulary, seed)

@@ -50,7 +50,12 @@ class Gpu(NamedTuple):
 GPUS = {"H200": Gpu(90, 132, 232_448), "A100": Gpu(80, 108, 166_912), "RTX 4090": Gpu(89, 128, 101_376)}
 SERVED = ("gpt2", "llama3-8b", "qwen3-0.6b")
 WIDTHS = ((6144, 4096), (4096, 14336), (28672, 4096), (4096, 1024), (1024, 3072))  # of Llama 3 8B and Qwen3 0.6B
-_DRAWS = (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5, logprobs=2))
+_DRAWS = (
+    SamplingParams(),
+    SamplingParams(temperature=0),
+    SamplingParams(top_p=0.5, logprobs=2),
+    SamplingParams(top_k=3, presence_penalty=0.5),
+)
 
 
 class Driver:
@@ -126,7 +131,8 @@ def a_layer(name: str, dtype: torch.dtype) -> None:
     step = fused.Fused(model, Shape(4096, 16, 256, 64), 8192, [])
     for answers in (1, 64, 256):
         parts = [Part(row, 10, [0], 0, [row], True) for row in range(answers)]
-        step.launch(parts, Draws([Draw(SamplingParams(), (0, 0), [0], 1)] * answers))
+        for params in (SamplingParams(), SamplingParams(top_p=0.5)):
+            step.launch(parts, Draws([Draw(params, (0, 0), [0], 1)] * answers))
     step.launch([Part(0, 0, [0] * 300, 0, list(range(19)), False)], Draws())
 
 

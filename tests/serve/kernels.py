@@ -184,7 +184,7 @@ def check_widen(kernels: Any, device: str, dtype: torch.dtype, columns: int, inn
     assert torch.equal(kernels.widen(w8, scale, dtype), (w8 * scale).to(dtype))
 
 
-def check_draw(kernels: Any, device: str, dtype: torch.dtype, rows: int, vocabulary: int) -> None:
+def check_draw(drawing: Any, device: str, dtype: torch.dtype, rows: int, vocabulary: int) -> None:
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
     temperatures = [0.0, 0.5, 1.0, 3.0]
     draws = [
@@ -193,10 +193,69 @@ def check_draw(kernels: Any, device: str, dtype: torch.dtype, rows: int, vocabul
     ]
     numbers = torch.from_numpy(Draws(draws).columns()).to(device)
     temperature = numbers[0].view(torch.float32)
-    found = kernels.draw(logits, temperature, numbers[4:6], numbers[6])
+    found = drawing.draw(logits, temperature, numbers[4:6], numbers[6])
     assert torch.equal(found, draw_plainly(logits, temperature, numbers[4:6], numbers[6]))
     logits[:, 1:] = math.nan
-    assert (kernels.draw(logits, temperature, numbers[4:6], numbers[6]) == 0).all(), "what is no number is not drawn"
+    assert (drawing.draw(logits, temperature, numbers[4:6], numbers[6]) == 0).all(), "what is no number is not drawn"
+
+
+def check_limit(drawing: Any, device: str, dtype: torch.dtype, rows: int, vocabulary: int, seed: int) -> None:
+    """What is left is the beginning of all tokens in their order, those of equal logits by place: as long as the
+    definitions of min-p, top-k and top-p make it, give or take a last bit of a probability.
+    """
+    generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
+    logits = 4 * torch.randn(rows, vocabulary, generator=generator)
+    for number in range(rows):
+        row = logits[number]
+        kind = chance.choice(["as they are", "equal ones", "near 0", "few", "all equal", "large"])
+        if kind == "equal ones":
+            row.round_()
+        elif kind == "near 0":
+            row[::2], row[1::4] = 0.0, -0.0
+        elif kind == "few":
+            row[torch.rand(vocabulary, generator=generator) < 0.9] = -math.inf
+            row[::7] = math.nan
+            row[chance.randrange(vocabulary)] = 1.0
+        elif kind == "all equal":
+            row[:] = chance.choice([-1.0, 0.0, 2.0])
+        elif kind == "large":
+            row *= 1e4
+    logits = logits.to(device, dtype)
+    params = [
+        SamplingParams(
+            temperature=chance.choice([0, 0.3, 1.0, 2.0]),
+            top_k=chance.choice([0, 0, 1, 2, 20, vocabulary, chance.randint(1, vocabulary)]),
+            top_p=chance.choice([1.0, 1.0, 0.05, 0.5, 0.95, 0.9999, chance.uniform(0.01, 1)]),
+            min_p=chance.choice([0.0, 0.0, 0.0, 1.0, 0.01, chance.random()]),
+        )
+        for _ in range(rows)
+    ]
+    numbers = torch.from_numpy(Draws([Draw(one, (0, 0), [0], 1) for one in params]).columns()).to(device)
+    temperature, min_p, top_p = numbers[:3].view(torch.float32)
+    lowest, last = drawing.limit(logits, temperature, min_p, top_p, numbers[3])
+    place = torch.arange(vocabulary, device=device)
+    x = logits.float().nan_to_num(-math.inf, math.inf, -math.inf)
+    kept = (x > lowest[:, None]) | ((x == lowest[:, None]) & (place <= last[:, None]))
+    for row, one in enumerate(params):
+        order = x[row].cpu().sort(descending=True, stable=True).indices
+        count = int(kept[row].sum())
+        assert kept[row].cpu()[order[:count]].all(), "the likeliest come first, and of equal ones the first"
+        fewest, most = (left(x[row].cpu().double()[order], one, more) for more in (-1e-5, 1e-5))
+        assert fewest <= count <= most, (one, fewest, count, most)
+
+
+def left(sorted_V: Tensor, params: SamplingParams, more: float) -> int:
+    """How many tokens are, by definition, and if shares were so much larger."""
+    if params.temperature == 0:
+        return len(sorted_V)
+    relative = (sorted_V - sorted_V[0]) / params.temperature
+    relative[sorted_V == sorted_V[0]] = 0
+    count = int((relative.exp() >= params.min_p * (1 - more)).sum()) if params.min_p else len(sorted_V)
+    count = min(count, params.top_k or count)
+    if params.top_p < 1:
+        shares = relative[:count].softmax(0)
+        count = max(int((shares.cumsum(0) - shares < params.top_p + more).sum()), 1)
+    return count
 
 
 def random_case(device: str, dtype: torch.dtype, seed: int, *, longest: int, answers: bool) -> Case:

@@ -35,13 +35,14 @@ def kernels_of(module: ModuleType) -> set[str]:
 @pytest.mark.parametrize("gpu", ["H200", "A100", "RTX 4090"])
 def test_all_kernels_are_compiled_and_fit(gpu: str) -> None:
     from echelon.parallel import kernels as training
+    from echelon.serve import drawing
     from echelon.serve import kernels as serving
 
-    missing = {"_mix"}  # a part of `_draw`
+    missing = {"_mix", "_as_whole", "_as_float", "_weight", "_from", "_seek"}  # parts of others
     if gpu == "A100":
         missing |= {"_in_8_bits", "_cast_block", "_sum_rows", "_transpose"}  # of 8-bit floats, which it does not have
     found = told("resources", gpu)
-    assert {each["kernel"] for each in found} == (kernels_of(serving) | kernels_of(training)) - missing
+    assert {each["kernel"] for each in found} == set().union(*map(kernels_of, (serving, drawing, training))) - missing
     for each in found:
         assert each["shared"] <= each["most shared"], each
         if gpu == "H200" and each["dtype"] == "torch.bfloat16":

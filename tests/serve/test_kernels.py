@@ -36,6 +36,13 @@ def kernels() -> Any:
     return kernels
 
 
+@pytest.fixture(scope="module")
+def drawing(kernels: Any) -> Any:
+    from echelon.serve import drawing
+
+    return drawing
+
+
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "sum"])
 @pytest.mark.parametrize(("rows", "dim"), [(1, 8), (3, 48), (2, 130)])
@@ -93,8 +100,16 @@ def test_widen(kernels: Any, inner: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (8, 300), (4, 9000)])
-def test_draw(kernels: Any, rows: int, vocabulary: int) -> None:
-    checks.check_draw(kernels, "cpu", torch.float32, rows, vocabulary)
+def test_draw(drawing: Any, rows: int, vocabulary: int) -> None:
+    checks.check_draw(drawing, "cpu", torch.float32, rows, vocabulary)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # infinities are among what is drawn from
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_limit(drawing: Any, dtype: torch.dtype, seed: int) -> None:
+    for vocabulary in (1, 40, 300):
+        checks.check_limit(drawing, "cpu", dtype, 16, vocabulary, seed)
 
 
 def answers(name: str, params: list[SamplingParams], **settings: Any) -> list[tuple[tuple[int, ...], ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from echelon.models import counter
 from echelon.serve.request import SamplingParams
-from echelon.serve.sample import Draw, Draws, sample
+from echelon.serve.sample import Draw, Draws, _penalize, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
 DRAWS = 4000
@@ -70,6 +71,29 @@ def test_penalties() -> None:
     check(drawn(SamplingParams(presence_penalty=1.5), tokens=tokens), present.softmax(-1))
     frequent = LOGITS - torch.tensor([0.5, 1.0, 0, 0, 0])
     check(drawn(SamplingParams(frequency_penalty=0.5), tokens=tokens), frequent.softmax(-1))
+
+
+def test_penalties_of_sequences_that_grow() -> None:
+    """What was counted for earlier steps, and of many sequences at once, is as if it were counted anew, and alone."""
+    chance = random.Random(0)
+    kinds = [
+        SamplingParams(presence_penalty=1.0),
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.5, frequency_penalty=0.25),
+    ]
+    logits = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
+    draws = [Draw(kinds[row % 3], (row, 0), [chance.randrange(12) for _ in range(4)], 1 + row // 2) for row in range(6)]
+    for _ in range(20):
+        found = _penalize(logits, draws)
+        for row, draw in enumerate(draws):
+            expected = logits[row].clone()
+            for token in set(draw.tokens):
+                count, params = draw.tokens[draw.prompt :].count(token), draw.params
+                by = params.repetition_penalty
+                expected[token] *= by if expected[token] < 0 else 1 / by
+                expected[token] -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
+            assert found[row].tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+            draw.tokens.append(chance.randrange(12))
 
 
 def test_rows_do_not_depend_on_each_other() -> None:
