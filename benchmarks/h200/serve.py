@@ -13,6 +13,8 @@ Random weights in bf16; each part can be asked for alone:
   split over as many programs as the engine chooses, and not split
 - mixed: a step of the same model that writes a token for each of 63 sequences of 1,024 tokens and reads 64 or 512 of
   another's prompt, as one CUDA graph and launched kernel by kernel
+- draws: drawing for 1 and for 256 rows of 151,936 logits, in the usual way, with top-p and top-k (beside the same with
+  logits that are sorted for it), and with penalties
 - narrow: weights in 8 bits, int8 and fp8, beside bf16: steps of a Llama of 8B, the first part's speed, and the
   perplexity on held-out text of a small byte-level Llama that has learned Python's standard library
 - rate: requests of 256 ± 204 tokens in and 144 ± 115 out for the Llama of 8B, arriving at random: the highest rate at
@@ -34,7 +36,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -51,13 +55,13 @@ from echelon.bench.serve_target import InProcess  # noqa: E402
 from echelon.models.llama import Llama, LlamaConfig  # noqa: E402
 from echelon.models.presets import build  # noqa: E402
 from echelon.parallel import shards  # noqa: E402
-from echelon.serve import memory, way  # noqa: E402
+from echelon.serve import drawing, memory, way  # noqa: E402
 from echelon.serve.engine import Engine  # noqa: E402
 from echelon.serve.fused import Fused  # noqa: E402
 from echelon.serve.load import load  # noqa: E402
 from echelon.serve.quantize import quantize, weight_bytes  # noqa: E402
 from echelon.serve.request import SamplingParams  # noqa: E402
-from echelon.serve.sample import Draw, Draws  # noqa: E402
+from echelon.serve.sample import Draw, Draws, likely, sample  # noqa: E402
 from echelon.serve.settings import Settings  # noqa: E402
 from echelon.serve.slo import Slo  # noqa: E402
 from echelon.serve.step import PENDING, Part, Shape  # noqa: E402
@@ -151,7 +155,7 @@ def beside_transformers() -> dict[str, Any]:
     engine.generate(prompts, greedy)
     mine = written / (time.perf_counter() - began)
     engine.close()
-    del engine, ours
+    del engine, ours, model
     free()
     theirs = transformers_speed(prompts)
     return {"tokens/s": mine, "transformers, tokens/s": theirs, "times": mine / theirs}
@@ -253,6 +257,34 @@ def mixed() -> dict[str, Any]:
         kernels = step_time(loaded.model, replace(settings, graphs=False), 63, 1024, reading)
         figures = {"one graph, ms": 1e3 * graph, "kernel by kernel, ms": 1e3 * kernels, "times": kernels / graph}
         found[f"{reading} tokens read"] = figures
+    return found
+
+
+def draws() -> dict[str, Any]:
+    chance, found = random.Random(0), {}
+    logits = 4 * torch.randn(256, 151_936, device=CUDA, dtype=torch.bfloat16)
+    sorting: Any = SimpleNamespace(
+        limit=lambda logits_RV, *by: likely(logits_RV, *by, has_limit=True),
+        draw=lambda logits_RV, temperature_R, keys_2R, places_R, limited_RV: drawing.draw(
+            limited_RV, temperature_R, keys_2R, places_R
+        ),
+    )
+    kinds = {
+        "usual": ({}, drawing),
+        "top-p 0.95": ({"top_p": 0.95}, drawing),
+        "top-p 0.95, top-k 20": ({"top_p": 0.95, "top_k": 20}, drawing),
+        "top-p 0.95, top-k 20, sorted": ({"top_p": 0.95, "top_k": 20}, sorting),
+        "penalties": ({"presence_penalty": 1.0}, drawing),
+    }
+    for rows in (1, 256):
+        for name, (changes, kernels) in kinds.items():
+            params = SamplingParams(temperature=0.6, **changes)
+            each = Draws(
+                Draw(params, (row, row), [chance.randrange(100_000) for _ in range(800)], 400) for row in range(rows)
+            )
+            columns = torch.from_numpy(each.columns()).to(CUDA)
+            seconds = timed(partial(sample, logits[:rows], each, columns, kernels))
+            found[f"{rows} rows, {name}, ms"] = 1e3 * seconds
     return found
 
 
@@ -361,6 +393,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "parts": parts,
     "split": split,
     "mixed": mixed,
+    "draws": draws,
     "narrow": narrow,
     "rate": rate,
 }

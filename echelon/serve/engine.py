@@ -234,6 +234,7 @@ class Engine:
         flight: _Flight | None = None
         try:
             with undisturbed():
+                self._runner.warm()
                 while self._wait(flight is not None):
                     following = self._launch() if flight is None or flight.can_be_followed else None
                     if flight is not None:

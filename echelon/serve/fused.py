@@ -257,6 +257,7 @@ def join_mlps(model: Any) -> None:
             gate, up = block.mlp.gate, block.mlp.up
             for one, other in zip(_tensors(gate.weight), _tensors(up.weight), strict=True):
                 one.data, other.data = torch.cat([one, other]).chunk(2)
+    torch.cuda.empty_cache()  # of where they lay before, which is not given back while a graph is captured
 
 
 def _joined(mlp: Any) -> Tensor | None:

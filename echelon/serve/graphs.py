@@ -7,6 +7,7 @@ split model's ranks meet (`parallel.shards.Meeting`) a graph ends; the exchange 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -33,13 +34,16 @@ class Graph:
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             self._begin()
-            if meeting is None:
-                self._out = compute()
-            else:
-                with meeting.around(self._cut):
+            try:
+                with nullcontext() if meeting is None else meeting.around(self._cut):
                     self._out = compute()
-            self._end()
+                self._end()
+            except BaseException:
+                with suppress(RuntimeError):  # nothing can be captured any more; but others may want to
+                    self._graph.capture_end()
+                raise
         here.wait_stream(beside)
+        self.replay()  # the first time a graph is launched it goes to the device, which takes time and memory
 
     def replay(self) -> Tensor:
         for piece in self._pieces:

@@ -14,7 +14,7 @@ from echelon.serve.sample import Draw, Draws
 from echelon.serve.step import Part, Shape
 from echelon.serve.way import Way
 
-_USUAL, _LIMITED, _PENALIZED, _COSTLY = (
+USUAL, _LIMITED, _PENALIZED, _COSTLY = (
     Draw(params, (0, 0), [0], 1)
     for params in (
         SamplingParams(),
@@ -39,16 +39,16 @@ def _steps(shape: Shape, token_budget: int, context: int) -> Iterator[tuple[list
     many tokens there are, kernels are cut in other ways.
     """
     whole = _prompts(shape, token_budget, context)
-    yield whole, _USUAL
-    yield [whole[0]._replace(tokens=[0]), *whole[1:]], _USUAL
+    yield whole, USUAL
+    yield [whole[0]._replace(tokens=[0]), *whole[1:]], USUAL
     answers = [Part(row, 0, [0], 0, [row % shape.pages], True) for row in range(shape.rows)]
     yield answers, _COSTLY
     yield answers, _LIMITED
     yield answers, _PENALIZED
     for count in (*_doubling(1, shape.rows), shape.rows):
-        yield answers[:count], _USUAL
+        yield answers[:count], USUAL
     for count in _doubling(2, min(token_budget, context)):
-        yield _prompts(shape, count, context), _USUAL
+        yield _prompts(shape, count, context), USUAL
 
 
 def _doubling(first: int, end: int) -> Iterator[int]:

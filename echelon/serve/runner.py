@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from echelon.comm.torch_compat import default_store
 from echelon.serve import memory, way
-from echelon.serve.rehearsal import rehearse
+from echelon.serve.rehearsal import USUAL, rehearse
 from echelon.serve.sample import Chosen, Draws
 from echelon.serve.settings import Settings
 from echelon.serve.step import Part, Shape, pack, unpack
@@ -60,6 +60,11 @@ class Runner:
             chosen = self._way.launch(parts, draws)
         assert chosen is not None
         return chosen
+
+    def warm(self) -> None:
+        """Once, in the thread that will launch: CUDA's libraries keep what they need for each thread by itself."""
+        if self.choice.fused:
+            self.launch([Part(0, 0, [0], 0, [0], True)], Draws([USUAL])).result()
 
     def rest(self) -> None:
         """There is nothing to do for now: the other ranks need not look for it all the time."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from echelon.parallel import shards
 from echelon.serve import memory, way
 from echelon.serve.engine import Engine
+from echelon.serve.graphs import Captures, Graph
 from echelon.serve.narrow import NarrowWeight
 from echelon.serve.quantize import quantize
 from echelon.serve.request import SamplingParams
@@ -125,6 +126,18 @@ def test_two_thousand_requests() -> None:
     expected = reference.generate([requests[each][0] for each in whole], [requests[each][1] for each in whole])
     reference.close()
     assert [found[each] for each in whole] == [list(answer.choices[0].tokens) for answer in expected]
+
+
+def test_a_capture_that_fails_hinders_no_other() -> None:
+    x = torch.zeros(4, device="cuda")
+
+    def fail() -> torch.Tensor:
+        x.add_(1)
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        Graph(fail, Captures(), None)
+    assert Graph(lambda: x + 1, Captures(), None).replay().tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3-0.6b"])

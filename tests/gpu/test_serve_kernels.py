@@ -44,6 +44,13 @@ def test_attend_prompts(dtype: torch.dtype, tile: int) -> None:
         checks.check_attend(kernels, case, max(tile // case.shared, 1), 1)
 
 
+def test_far_pages() -> None:
+    pages = 2**31 // (16 * 8 * 128) + 100
+    if torch.cuda.mem_get_info()[0] < 3 * 2**32:
+        pytest.skip("needs 12 GiB")
+    checks.check_far_pages(kernels, "cuda", torch.bfloat16, pages)
+
+
 @DTYPES
 def test_gated(dtype: torch.dtype) -> None:
     for rows, width in ((1, 4), (3, 40), (200, 3072), (2, 14336)):

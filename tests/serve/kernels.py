@@ -141,6 +141,25 @@ def check_attend(kernels: Any, case: Case, tile: int, splits: int) -> None:
     assert close(out, expected, case.dtype)
 
 
+def check_far_pages(kernels: Any, device: str, dtype: torch.dtype, pages: int) -> None:
+    """What lies at the end of a large cache is as if it lay in a small one."""
+    case = Case(device, dtype, heads=8, shared=2, dim=128, page=16, lengths=[40], queries=[1], seed=0)
+    few, qkv = len(case.keys), case.draw(1, 8 * 4 * 128)
+    far = [x.new_zeros(pages, *x.shape[1:]) for x in (case.keys, case.values)]
+    for large, cache in zip(far, (case.keys, case.values), strict=True):
+        large[-few:] = cache
+    tile = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    found = []
+    for table, keys, values in ((case.table, case.keys, case.values), (case.table + (pages - few), *far)):
+        where = case.rows, case.positions, table, keys, values
+        q = kernels.enter(qkv, None, None, *where)
+        kernels.attend(q, *tile, *where, out := torch.empty_like(q), queries=1, splits=2)
+        found.append(out)
+    assert torch.equal(*found)
+    assert torch.equal(far[0][-few:], case.keys)
+    assert not far[0][:-few].any()
+
+
 def check_gated(kernels: Any, device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     both = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(width)).to(device, dtype)
     gate, up = both.chunk(2, -1)

@@ -64,6 +64,10 @@ def test_attend(kernels: Any, seed: int) -> None:
     checks.check_attend(kernels, case, tile=1 if answers else 8, splits=[1, 2, 3, 8][seed % 4] if answers else 1)
 
 
+def test_far_pages(kernels: Any) -> None:
+    checks.check_far_pages(kernels, "cpu", torch.float32, 100)
+
+
 def test_empty_tiles_read_nothing(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By which graphs are filled up: they name the first place, whose sequence may be long."""
     from triton.runtime.interpreter import InterpreterBuilder
