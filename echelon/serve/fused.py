@@ -31,7 +31,7 @@ from echelon.serve.sample import COLUMNS, Chosen, Draws, sample
 from echelon.serve.step import PENDING, Part, Shape
 
 _TILE = 128  # rows of a tile of a prompt: queries times the heads that share a key
-_PROMPTS = 16  # in a step that is captured, each of which may end with a tile that is not full
+_PROMPTS = 16  # at least, in a step that is captured; in larger steps as many as have so many tokens each
 
 
 class Size(NamedTuple):
@@ -64,7 +64,7 @@ class Fused:
         places = max(token_budget, shape.rows, *(sum(size) for size in sizes))
         self._numbers_T = torch.arange(places, dtype=torch.int32, device=self._device)
         self._ones_T = torch.ones_like(self._numbers_T)
-        tiles = places // self._queries + max(shape.rows, _PROMPTS)
+        tiles = max(places // self._queries + shape.rows, *map(self._tiles, sizes), 0)
         room = 3 * places + 2 * tiles + (1 + COLUMNS + 2 * shape.row_pages) * shape.rows
         self._packet = torch.zeros(room, dtype=torch.int32, device=self._device)
         on_gpu = self._device.type == "cuda"  # else Triton's interpreter computes, for tests
@@ -106,7 +106,8 @@ class Fused:
         return None
 
     def _tiles(self, size: Size) -> int:
-        return size.reading // self._queries + _PROMPTS if size.reading else 0
+        """Each prompt may end with one that is not full."""
+        return size.reading // self._queries + max(size.reading // _PROMPTS, _PROMPTS) if size.reading else 0
 
     def _plan(self, parts: list[Part], size: Size | None) -> tuple[NDArray[np.int32], ...]:
         """Row, position and token of each place; first place and count of each tile of a prompt; the places whose

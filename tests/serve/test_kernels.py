@@ -19,7 +19,7 @@ from echelon.serve.engine import Engine
 from echelon.serve.quantize import quantize
 from echelon.serve.request import SamplingParams
 from echelon.serve.settings import Settings
-from echelon.serve.step import PENDING, Part
+from echelon.serve.step import PENDING, Part, Shape
 from echelon.serve.text import Text
 from tests.serve import kernels as checks
 from tests.serve.models import Replayed, small
@@ -156,6 +156,25 @@ def test_tokens_are_those_of_the_plain_way(
     monkeypatch.setattr(Replayed, "used", 0)
     assert answers(name, params, graphs=graphs, ahead=ahead) == expected
     assert bool(Replayed.used) == graphs
+
+
+def test_many_short_prompts_are_one_graph(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from echelon.serve import fused
+
+    monkeypatch.setattr(fused, "Captures", object)
+    monkeypatch.setattr(fused, "Graph", Replayed)
+    monkeypatch.setattr(fused.Fused, "_forward", lambda self, places_3T, *_: places_3T)  # it would take minutes
+    model = small(layers=1)
+    way.prepare(model)
+    sizes = [fused.Size(*size) for size in way.sizes_of_mixed(64, 512)]
+    step = fused.Fused(model, Shape(100, 16, 64, 8), 512, sizes)
+    for count, length in ((60, 8), (30, 17), (5, 100), (16, 2)):
+        parts = [Part(row, 0, [1] * length, 0, [row % 100], False) for row in range(count)]
+        size = step._size(parts, 0)
+        assert size is not None, (count, length)
+        monkeypatch.setattr(Replayed, "used", 0)
+        step.launch(parts, None)
+        assert Replayed.used == 1
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
