@@ -164,10 +164,10 @@ def test_many_short_prompts_are_one_graph(kernels: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(fused, "Captures", object)
     monkeypatch.setattr(fused, "Graph", Replayed)
     monkeypatch.setattr(fused.Fused, "_forward", lambda self, places_3T, *_: places_3T)  # it would take minutes
-    model = small(layers=1)
+    model = small(layers=1).bfloat16()
     way.prepare(model)
-    sizes = [fused.Size(*size) for size in way.sizes_of_mixed(64, 512)]
-    step = fused.Fused(model, Shape(100, 16, 64, 8), 512, sizes)
+    sizes = [fused.Size(*size) for size in way.sizes_of_mixed(64, 1024)]
+    step = fused.Fused(model, Shape(100, 16, 64, 8), 1024, sizes)
     for count, length in ((60, 8), (30, 17), (5, 100), (16, 2)):
         parts = [Part(row, 0, [1] * length, 0, [row % 100], False) for row in range(count)]
         size = step._size(parts, 0)
