@@ -102,9 +102,10 @@ def engine(tokenizer: Path, seconds: float = 0.0) -> Iterator[tuple[Engine, Devi
             (fused.Fused, "_forward", lambda self, places_3T, *_: device.launch(places_3T.shape[1])),
             (sample, "_to_host", device.to_host),
             (type(model.head), "forward", lambda self, hidden_RD: hidden_RD[:, :1].expand(-1, VOCABULARY)),
+            (DRAWING, "limit", lambda *_: None),
             (DRAWING, "draw", lambda logits_RV, temperatures_R, keys_2R, places_R, *_: tokens[places_R % len(tokens)]),
         ):
-            left_out.enter_context(patch.object(where, name, instead))
+            left_out.enter_context(patch.object(where, name, instead, create=name == "limit"))
         settings = Settings(cache_gib=0.1, context=CONTEXT, token_budget=8192, most_running=MOST)
         engine = Engine(model, text, settings)
         try:
