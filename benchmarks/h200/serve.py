@@ -57,8 +57,8 @@ from echelon.models.presets import build  # noqa: E402
 from echelon.parallel import shards  # noqa: E402
 from echelon.serve import drawing, memory, way  # noqa: E402
 from echelon.serve.engine import Engine  # noqa: E402
-from echelon.serve.fused import Fused  # noqa: E402
 from echelon.serve.load import load  # noqa: E402
+from echelon.serve.pieces import Pieces  # noqa: E402
 from echelon.serve.quantize import quantize, weight_bytes  # noqa: E402
 from echelon.serve.request import SamplingParams  # noqa: E402
 from echelon.serve.sample import Draw, Draws, likely, sample  # noqa: E402
@@ -242,7 +242,7 @@ def split() -> dict[str, Any]:
     for length in (1_024, 16_384):
         settings = Settings(context=length + 64, token_budget=2048, most_running=1)
         split = step_time(model, settings, 1, length)
-        with patch.object(Fused, "_splits", lambda *_: 1):
+        with patch.object(Pieces, "_more", lambda *_: 1):
             whole = step_time(model, settings, 1, length)
         found[f"{length} tokens"] = {"split, ms": 1e3 * split, "not split, ms": 1e3 * whole, "times": whole / split}
     return found
@@ -336,8 +336,9 @@ def launcher(model: Any, settings: Settings, batch: int, length: int, reading: i
     first = [Part(row, length, [0], 0, orders[row], True) for row in range(batch)]
     again = [Part(row, length, [PENDING], pages, [], True) for row in range(batch)]
     if reading:
-        first.append(Part(batch, 0, [0] * reading, 0, orders[batch], False))
-        again.append(Part(batch, 0, [0] * reading, pages, [], False))
+        prompt = random.Random(0).choices(range(model.config.vocabulary), k=reading)
+        first.append(Part(batch, 0, prompt, 0, orders[batch], False))
+        again.append(Part(batch, 0, prompt, pages, [], False))
 
     @torch.inference_mode()
     def launch(parts: list[Part] = again) -> Any:

@@ -1,17 +1,20 @@
 """The model on a GPU: its own parts and weights, in few kernels, over a cache of pages.
 
 What a step needs to know goes to the device in one packet of numbers: the row, the position and the token of each place
-of the step, the tiles in which prompts are read, and what tokens are drawn by. Answers come first among the places. A
-token that the step before has drawn is taken from where that left it, so that a step can be launched before anybody
-has seen the last one's tokens.
+of the step, the tiles in which attention is computed (see pieces.py), and what tokens are drawn by. Answers come first
+among the places. A token that the step before has drawn is taken from where that left it, so that a step can be
+launched before anybody has seen the last one's tokens.
 
 Most steps have one of a few sizes, filled up with places that belong to nobody (a row and a page of their own), and for
 each size there is a CUDA graph: the whole forward pass is one launch. (See graphs.py.) Steps that read more than the
-largest of them are launched kernel by kernel: the GPU has enough to do meanwhile.
+largest of them are launched kernel by kernel: the GPU has enough to do meanwhile. A size that reads prompts is filled
+up further where that is faster (rows.py).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +30,8 @@ from echelon.parallel.tensor import kv_heads_of
 from echelon.serve import drawing, kernels
 from echelon.serve.graphs import Captures, Graph
 from echelon.serve.narrow import NarrowWeight
+from echelon.serve.pieces import Pieces
+from echelon.serve.rows import layer_seconds, quickest
 from echelon.serve.sample import COLUMNS, Chosen, Draws, sample
 from echelon.serve.step import PENDING, Part, Shape
 
@@ -41,6 +46,17 @@ class Size(NamedTuple):
     reading: int
 
 
+class _Computed(NamedTuple):
+    """What the forward pass must know: row, position and token of each place, and for attention (see `kernels.attend`)
+    the tiles of answers, how their pieces are joined, and the tiles of prompts.
+    """
+
+    places_3T: Any
+    alone_X5: Any
+    joins_J3: Any
+    tiles_X5: Any
+
+
 class Fused:
     """`sizes` are those that steps are filled up to and captured for; none: nothing is captured."""
 
@@ -50,22 +66,23 @@ class Fused:
         weight = model.norm.weight
         self._device, attention = weight.device, model.blocks[0].attention
         self._nobody = shape.rows
+        heads, longest = kv_heads_of(attention), shape.row_pages * shape.page_size
+        self._pieces = Pieces(heads, kernels.processors(self._device), longest)
         self._table_RP = torch.full((shape.rows + 1, shape.row_pages), shape.pages, device=self._device).int()
         self._latest_R = torch.zeros(shape.rows + 1, dtype=torch.int64, device=self._device)
-        cache = shape.pages + 1, shape.page_size, kv_heads_of(attention), attention.head_dim
+        cache = shape.pages + 1, shape.page_size, heads, attention.head_dim
         self._caches = [(weight.new_zeros(cache), weight.new_zeros(cache)) for _ in model.blocks]
-        self._turns_LD = (
-            None if attention.rope is None else _turns(attention, shape.row_pages * shape.page_size, self._device)
-        )
+        self._turns_LD = None if attention.rope is None else _turns(attention, longest, self._device)
         self._mlps = [_mlp(block.mlp) for block in model.blocks]
         self._queries = max(_TILE // attention.queries_per_key, 1)
         if weight.dtype == torch.float32:
             self._queries = max(self._queries // 4, 1)  # of which as many fit into a processor's memory
-        places = max(token_budget, shape.rows, *(sum(size) for size in sizes))
-        self._numbers_T = torch.arange(places, dtype=torch.int32, device=self._device)
-        self._ones_T = torch.ones_like(self._numbers_T)
+        seconds = layer_seconds(attention, self._mlps[0])
+        self._filled = {size: quickest(sum(size), seconds) if size.reading else sum(size) for size in sizes}
+        places = max(token_budget, shape.rows, *self._filled.values())
         tiles = max(places // self._queries + shape.rows, *map(self._tiles, sizes), 0)
-        room = 3 * places + 2 * tiles + (1 + COLUMNS + 2 * shape.row_pages) * shape.rows
+        alone, joins = self._pieces.most(shape.rows)
+        room = 3 * places + 5 * (alone + tiles) + 3 * joins + (1 + COLUMNS + 2 * shape.row_pages) * shape.rows
         self._packet = torch.zeros(room, dtype=torch.int32, device=self._device)
         on_gpu = self._device.type == "cuda"  # else Triton's interpreter computes, for tests
         self._pinned = [
@@ -80,20 +97,19 @@ class Fused:
         """See `way.Way`."""
         answers = next((place for place, part in enumerate(parts) if len(part.tokens) > 1), len(parts))
         size = self._size(parts, answers)
-        places, tiles, last, pages = self._plan(parts, size)
-        sent = [places, tiles, last, (draws or Draws()).columns(), pages]
-        places_3T, tiles_2X, last_R, columns_CR, pages_2U = self._send(sent)
+        planned, last, pages = self._plan(parts, answers, size)
+        *computed, last_R, columns_CR, pages_2U = self._send([*planned, last, (draws or Draws()).columns(), pages])
         if pages_2U.numel():
             self._table_RP.view(-1)[pages_2U[0].long()] = pages_2U[1]
         whole = None if size is None else self._graphs[size]
-        hidden_TD = self._forward(places_3T, answers, tiles_2X) if whole is None else whole.replay()
+        hidden_TD = self._forward(_Computed(*computed)) if whole is None else whole.replay()
         if not len(last_R):
             return None if draws is None else Chosen(self._latest_R[:0])
         logits_RV = self._model.head(hidden_TD[last_R])
         if draws is None:
             return None
         chosen = sample(logits_RV, draws, columns_CR, drawing)
-        self._latest_R[places_3T[0, last_R].long()] = chosen.tokens_R
+        self._latest_R[computed[0][0, last_R].long()] = chosen.tokens_R
         return chosen
 
     def _size(self, parts: list[Part], answers: int) -> Size | None:
@@ -109,14 +125,14 @@ class Fused:
         """Each prompt may end with one that is not full."""
         return size.reading // self._queries + max(size.reading // _PROMPTS, _PROMPTS) if size.reading else 0
 
-    def _plan(self, parts: list[Part], size: Size | None) -> tuple[NDArray[np.int32], ...]:
-        """Row, position and token of each place; first place and count of each tile of a prompt; the places whose
-        successors are wanted; and where in the table which new pages go.
-        """
+    def _plan(
+        self, parts: list[Part], answers: int, size: Size | None
+    ) -> tuple[_Computed, NDArray[np.int32], NDArray[np.int32]]:
+        """What is computed; the places whose successors are wanted; and where in the table which new pages go."""
         rows: list[int] = []
         positions: list[int] = []
         tokens: list[int] = []
-        tiles: list[tuple[int, int]] = []
+        tiles: list[tuple[int, int, int]] = []  # of prompts: keys, first place, places
         last: list[int] = []
         entries: list[int] = []
         pages: list[int] = []
@@ -137,7 +153,9 @@ class Fused:
                 if size is not None and not tiles:
                     fill(size.answers)
                 first = len(rows)
-                tiles += [(first + at, min(self._queries, count - at)) for at in range(0, count, self._queries)]
+                for at in range(0, count, self._queries):
+                    queries = min(self._queries, count - at)
+                    tiles.append((start + at + queries, first + at, queries))
                 rows += [row] * count
                 positions += range(start, start + count)
             tokens += of_part
@@ -146,15 +164,16 @@ class Fused:
             if new:
                 entries += range(row * width + first_page, row * width + first_page + len(new))
                 pages += new
+        alone_X5, joins_J3 = self._pieces.of(np.array(positions[:answers]) + 1)
+        tiles.sort(reverse=True)
+        tiles_X5 = np.array([(place, count, 0, 1, 0) for _, place, count in tiles], np.int32).reshape(-1, 5)
         if size is not None:
-            fill(sum(size))
-            tiles += [(0, 0)] * (self._tiles(size) - len(tiles))
-        return (
-            np.array([rows, positions, tokens], np.int32),
-            np.array(tiles, np.int32).reshape(-1, 2).T,
-            np.array(last, np.int32),
-            np.array([entries, pages], np.int32),
-        )
+            fill(self._filled[size])
+            alone, joins = self._pieces.most(size.answers)
+            alone_X5, joins_J3 = _padded(alone_X5, alone), _padded(joins_J3, joins)
+            tiles_X5 = _padded(tiles_X5, self._tiles(size))
+        computed = _Computed(np.array([rows, positions, tokens], np.int32), alone_X5, joins_J3, tiles_X5)
+        return computed, np.array(last, np.int32), np.array([entries, pages], np.int32)
 
     def _send(self, arrays: list[NDArray[np.int32]]) -> list[Tensor]:
         """In one copy, from one of two places, so that the last one may still be under way; not the one before it."""
@@ -162,31 +181,39 @@ class Fused:
         self._pinned.reverse()
         if copied is not None:
             copied.synchronize()
-        host, sent, start = pinned.numpy(), [], 0
+        host, end = pinned.numpy(), 0
         for array in arrays:
-            end = start + array.size
-            host[start:end].reshape(array.shape)[...] = array
-            sent.append(self._packet[start:end].view(array.shape))
-            start = end
-        self._packet[:start].copy_(pinned[:start], non_blocking=True)
+            host[end : end + array.size].reshape(array.shape)[...] = array
+            end += array.size
+        self._packet[:end].copy_(pinned[:end], non_blocking=True)
         if copied is not None:
             copied.record()
-        return sent
+        return self._in_packet([array.shape for array in arrays])
+
+    def _in_packet(self, shapes: Iterable[tuple[int, ...]]) -> list[Tensor]:
+        """Where, one behind the other, such arrays lie."""
+        found, end = [], 0
+        for shape in shapes:
+            found.append(self._packet[end : end + math.prod(shape)].view(shape))
+            end += math.prod(shape)
+        return found
 
     def _capture(self, size: Size) -> Graph:
-        count, tiles = sum(size), self._tiles(size)
-        places_3T = self._packet[: 3 * count].view(3, count)
-        places_3T[0], places_3T[1:] = self._nobody, 0
-        tiles_2X = self._packet[3 * count : 3 * count + 2 * tiles].view(2, tiles).zero_()
-        compute = partial(self._forward, places_3T, size.answers, tiles_2X)
+        alone, joins = self._pieces.most(size.answers)
+        computed = _Computed(
+            *self._in_packet([(3, self._filled[size]), (alone, 5), (joins, 3), (self._tiles(size), 5)])
+        )
+        self._packet.zero_()
+        computed.places_3T[0] = self._nobody
+        compute = partial(self._forward, computed)
         compute()  # kernels are compiled, and libraries take their memory, before anything is captured
         assert self._captures is not None
         return Graph(compute, self._captures, shards.meeting_of(self._model))
 
-    def _forward(self, places_3T: Tensor, answers: int, tiles_2X: Tensor) -> Tensor:
+    def _forward(self, computed: _Computed) -> Tensor:
         """The hidden states of all places, normed."""
         model = self._model
-        rows_T, positions_T, given_T = places_3T
+        rows_T, positions_T, given_T = computed.places_3T
         tokens_T = torch.where(given_T == PENDING, self._latest_R[rows_T.long()], given_T)
         stream_TD: Tensor = model.tokens(tokens_T)
         if hasattr(model, "positions"):
@@ -194,40 +221,25 @@ class Fused:
         added_TD: Tensor | None = None
         for block, mlp, cache in zip(model.blocks, self._mlps, self._caches, strict=True):
             x_TD = _norm(block.attention_norm, stream_TD, added_TD)
-            added_TD = self._attend(block.attention, x_TD, cache, rows_T, positions_T, answers, tiles_2X)
+            added_TD = self._attend(block.attention, x_TD, cache, computed)
             x_TD = _norm(block.mlp_norm, stream_TD, added_TD)
             added_TD = mlp(x_TD)
         return _norm(model.norm, stream_TD, added_TD)
 
-    def _attend(
-        self,
-        attention: Any,
-        x_TD: Tensor,
-        cache: tuple[Tensor, Tensor],
-        rows_T: Tensor,
-        positions_T: Tensor,
-        answers: int,
-        tiles_2X: Tensor,
-    ) -> Tensor:
+    def _attend(self, attention: Any, x_TD: Tensor, cache: tuple[Tensor, Tensor], computed: _Computed) -> Tensor:
         norms = None
         if attention.q_norm is not None:
             norms = attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
+        rows_T, positions_T, _ = computed.places_3T
         where = rows_T, positions_T, self._table_RP, *cache
         q_THD = kernels.enter(attention.qkv(x_TD), self._turns_LD, norms, *where)
         out_THD = torch.empty_like(q_THD)
-        if answers:
-            alone = self._numbers_T[:answers], self._ones_T[:answers]
-            splits = self._splits(answers * cache[0].shape[2])
-            kernels.attend(q_THD[:answers], *alone, *where, out_THD[:answers], queries=1, splits=splits)
-        if tiles_2X.numel():
-            kernels.attend(q_THD, tiles_2X[0], tiles_2X[1], *where, out_THD, queries=self._queries)
+        if len(computed.alone_X5):
+            kernels.attend(q_THD, computed.alone_X5, *where, out_THD, queries=1, joins_J3=computed.joins_J3)
+        if len(computed.tiles_X5):
+            kernels.attend(q_THD, computed.tiles_X5, *where, out_THD, queries=self._queries)
         added_TD: Tensor = attention.out(out_THD.flatten(1))
         return added_TD
-
-    def _splits(self, programs: int) -> int:
-        """Over how many programs the keys of an answer are split, so that all processors have some."""
-        wanted = -(-2 * kernels.processors(self._device) // programs)
-        return min(1 << (wanted - 1).bit_length(), 32)
 
 
 def misfit(model: Any) -> str:
@@ -242,6 +254,11 @@ def misfit(model: Any) -> str:
     if block.attention.head_dim % 2:
         return f"its heads have {block.attention.head_dim} features, an odd number"
     return ""
+
+
+def _padded(rows: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+    """With tiles, or joins, that are none."""
+    return np.concatenate([rows, np.zeros((length - len(rows), rows.shape[1]), np.int32)])
 
 
 def _norm(norm: Any, stream_TD: Tensor, added_TD: Tensor | None) -> Tensor:

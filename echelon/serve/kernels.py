@@ -6,7 +6,7 @@ microseconds whatever it does:
 
     norm      the stream's sum with what the last part added, and its norm: one pass
     enter     from the product `qkv`: the norms of queries and keys, their rotation, and the way into the cache
-    attend    queries over pages; `merge` where the keys of a sequence were split over several programs
+    attend    queries over pages; `merge` where the keys of a sequence are read in pieces
     gated     SwiGLU's activation
     in_8_bits what fp8 products are made of: each row's largest value, and the row over it
     thin      the product of few rows with a weight in 8 bits, which is read as it is; `widen` for many rows
@@ -16,7 +16,8 @@ Those that draw the next tokens are in drawing.py.
 What lies in a packet (see fused.py) may lie anywhere in it: kernels are not compiled anew for where it does.
 
 All sums are in fp32, in an order that the shapes alone decide. `attend` serves prompts and answers alike: a program has
-a tile of queries of one sequence with all heads that share a key, so that each key is read once for all of them.
+a tile of queries of one sequence with all heads that share a key, so that each key is read once for all of them. The
+keys of an answer may be read in pieces, each by another program.
 """
 
 from __future__ import annotations
@@ -78,8 +79,7 @@ def enter(
 
 def attend(
     q_THD: Tensor,
-    firsts_X: Tensor,
-    counts_X: Tensor,
+    tiles_X5: Tensor,
     rows_T: Tensor,
     positions_T: Tensor,
     table_RP: Tensor,
@@ -88,10 +88,12 @@ def attend(
     out_THD: Tensor,
     *,
     queries: int,
-    splits: int = 1,
+    joins_J3: Tensor | None = None,
 ) -> None:
-    """X tiles of at most `queries` tokens, each of one sequence: from token `first` on, `count` of them. The keys of a
-    tile are read by so many programs (`splits`).
+    """X tiles of at most `queries` tokens, each of one sequence. Of a tile are told: its first token; how many it has,
+    of which 0 is no tile at all; the piece of its keys that shall be read, and of how many; and from where on, among X
+    places, there is room for what comes of all its pieces. These are put together again: of a join are told the token,
+    how many pieces there are, of which 0 is no join at all, and their room. Without joins nothing is in pieces.
     """
     _, page_size, heads, dim = keys_PSGD.shape
     shared = q_THD.shape[1] // heads
@@ -99,21 +101,19 @@ def attend(
     padded = max(triton.next_power_of_2(dim), 16)
     wide = q_THD.dtype == torch.float32
     keys, stages = _keys_and_stages(keys_PSGD, rows, padded)
-    tiles = len(firsts_X)
     parts = largest = total = out_THD
-    if splits > 1:
-        parts = out_THD.new_empty(len(q_THD), q_THD.shape[1], splits, dim, dtype=torch.float32)
-        largest, total = out_THD.new_empty(2, len(q_THD), q_THD.shape[1], splits, dtype=torch.float32)
-    _attend[(tiles, heads, splits)](
-        q_THD, firsts_X, counts_X, rows_T, positions_T, table_RP, keys_PSGD, values_PSGD, parts, largest,
-        total, math.log2(math.e) / math.sqrt(dim), table_RP.stride(0), heads, shared, dim, page_size, splits, rows,
-        keys, padded, "ieee" if wide else "tf32", num_warps=4 if rows <= 64 else 8, num_stages=stages,
+    if joins_J3 is not None:
+        parts = out_THD.new_empty(len(tiles_X5), q_THD.shape[1], dim, dtype=torch.float32)
+        largest, total = out_THD.new_empty(2, len(tiles_X5), q_THD.shape[1], dtype=torch.float32)
+    _attend[(heads, len(tiles_X5))](
+        q_THD, tiles_X5, rows_T, positions_T, table_RP, keys_PSGD, values_PSGD, out_THD, parts, largest, total,
+        math.log2(math.e) / math.sqrt(dim), table_RP.stride(0), heads, shared, dim, page_size, joins_J3 is not None,
+        rows, keys, padded, "ieee" if wide else "tf32", num_warps=4 if rows <= 64 else 8, num_stages=stages,
     )  # fmt: skip
-    if splits > 1:
-        _merge[(len(q_THD), q_THD.shape[1])](
-            parts, largest, total, out_THD, q_THD.shape[1], dim, splits, triton.next_power_of_2(splits),
-            triton.next_power_of_2(dim), num_warps=1 if splits * dim <= 2048 else 4,
-        )  # fmt: skip
+    if joins_J3 is not None:
+        _merge[(q_THD.shape[1], len(joins_J3))](
+            joins_J3, parts, largest, total, out_THD, q_THD.shape[1], dim, triton.next_power_of_2(dim), num_warps=1
+        )
 
 
 def _keys_and_stages(keys_PSGD: Tensor, rows: int, padded: int) -> tuple[int, int]:
@@ -278,15 +278,18 @@ def _enter(  # type: ignore[no-untyped-def]
     tl.store(values + slot + DIM // 2 + line * 0, right, inside & is_value)
 
 
-@triton.jit(do_not_specialize_on_alignment=["firsts", "counts", "rows", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["tiles", "rows", "positions", "largests", "totals"])
 def _attend(  # type: ignore[no-untyped-def]
-    q, firsts, counts, rows, positions, table, keys, values, out, largests, totals, scale, table_stride,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    q, tiles, rows, positions, table, keys, values, out, parts, largests, totals, scale, table_stride,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, IN_PIECES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A row of the tile is a query of one head: all heads of its first token that share the key, then the next's."""
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, count = tl.load(firsts + tile), tl.load(counts + tile)
+    head, tile = tl.program_id(0), tiles + 5 * tl.program_id(1)
+    count = tl.load(tile + 1)
+    if count == 0:
+        return
+    first = tl.load(tile)
     start = tl.load(positions + first)
     row, place = tl.arange(0, ROWS), tl.arange(0, PADDED)
     token = row // SHARED
@@ -294,10 +297,12 @@ def _attend(  # type: ignore[no-untyped-def]
     has_place = place < DIM
     where = (first + token).to(tl.int64) * (HEADS * SHARED) + head * SHARED + row % SHARED
     query = tl.load(q + where[:, None] * DIM + place[None, :], is_query[:, None] & has_place[None, :], 0.0)
-    length = tl.where(count > 0, start + count, 0)  # of the keys that the last query sees; an empty tile reads none
-    share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
-    low = split * share
-    high = tl.minimum(low + share, length)
+    low, high = 0, start + count  # of the keys that the last query sees
+    if IN_PIECES:
+        piece, pieces = tl.load(tile + 2), tl.load(tile + 3)
+        share = tl.cdiv(tl.cdiv(high, pieces), KEYS) * KEYS
+        low = piece * share
+        high = tl.minimum(low + share, high)
     pages = table + tl.load(rows + first).to(tl.int64) * table_stride
     largest = tl.full([ROWS], _LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -318,31 +323,47 @@ def _attend(  # type: ignore[no-untyped-def]
         result = result * correction[:, None]
         result = tl.dot(weights.to(v.dtype), v, result, input_precision=PRECISION)
         largest = larger
+    if IN_PIECES:
+        if pieces > 1:
+            part = ((tl.load(tile + 4) + piece).to(tl.int64) * HEADS + head) * SHARED + row
+            is_part = is_query[:, None] & has_place[None, :]
+            tl.store(parts + part[:, None] * DIM + place[None, :], result, is_part)
+            tl.store(largests + part, largest, is_query)
+            tl.store(totals + part, total, is_query)
+        is_query = token < tl.where(pieces > 1, 0, count)
+    result /= tl.where(total == 0, 1.0, total)[:, None]  # 0: of rows that are no query's
     is_out = is_query[:, None] & has_place[None, :]
-    if SPLITS == 1:
-        result /= tl.where(total == 0, 1.0, total)[:, None]  # 0: of rows that are no query's
-        tl.store(out + where[:, None] * DIM + place[None, :], result.to(out.dtype.element_ty), is_out)
-    else:
-        part = where * SPLITS + split
-        tl.store(out + part[:, None] * DIM + place[None, :], result, is_out)
-        tl.store(largests + part, largest, is_query)
-        tl.store(totals + part, total, is_query)
+    tl.store(out + where[:, None] * DIM + place[None, :], result.to(out.dtype.element_ty), is_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["joins", "largests", "totals"])
 def _merge(  # type: ignore[no-untyped-def]
-    parts, largests, totals, out,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    which = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
-    split, place = tl.arange(0, LINES), tl.arange(0, PADDED)
-    largest = tl.load(largests + which * SPLITS + split, split < SPLITS, _LOWEST)
-    total = tl.load(totals + which * SPLITS + split, split < SPLITS, 0.0)
-    weight = tl.where(total > 0, tl.exp2(largest - tl.max(largest)), 0.0)
-    has = (split < SPLITS)[:, None] & (place < DIM)[None, :]
-    part = tl.load(parts + (which * SPLITS + split)[:, None] * DIM + place[None, :], has, 0.0)
-    result = tl.sum(part * weight[:, None], 0) / tl.sum(total * weight)
-    tl.store(out + which * DIM + place, result.to(out.dtype.element_ty), place < DIM)
+    joins, parts, largests, totals, out, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr
+):
+    """Of one head all pieces, some at a time."""
+    head, join = tl.program_id(0), joins + 3 * tl.program_id(1)
+    pieces = tl.load(join + 1)
+    if pieces == 0:
+        return
+    token, room = tl.load(join), tl.load(join + 2)
+    some, place = tl.arange(0, 16), tl.arange(0, PADDED)
+    largest, total = tl.full([1], _LOWEST, tl.float32), tl.zeros([1], tl.float32)
+    result = tl.zeros([PADDED], tl.float32)
+    for begin in range(0, pieces, 16):
+        is_part = begin + some < pieces
+        part = (room + begin + some).to(tl.int64) * HEADS + head
+        of_part = tl.load(largests + part, is_part, _LOWEST)
+        sums = tl.load(totals + part, is_part, 0.0)
+        larger = tl.maximum(largest, tl.max(of_part))
+        weight = tl.where(sums > 0, tl.exp2(of_part - larger), 0.0)
+        has = is_part[:, None] & (place < DIM)[None, :]
+        rows = tl.load(parts + part[:, None] * DIM + place[None, :], has, 0.0)
+        correction = tl.exp2(largest - larger)
+        total = total * correction + tl.sum(sums * weight)
+        result = result * correction + tl.sum(rows * weight[:, None], 0)
+        largest = larger
+    where = (token.to(tl.int64) * HEADS + head) * DIM + place
+    tl.store(out + where, (result / total).to(out.dtype.element_ty), place < DIM)
 
 
 @triton.jit

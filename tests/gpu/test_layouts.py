@@ -42,6 +42,7 @@ def test_ranks_share_a_gpu(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch.distributed as dist\n"
+        "import echelon\n"  # for where it is not installed
         "dist.init_process_group('echelon')\n"
         "from tests.gpu.test_layouts import chosen\n"
         "print('on', chosen())\n"

@@ -118,14 +118,22 @@ def check_enter(kernels: Any, case: Case, turns: bool, norms: bool) -> None:
     assert torch.equal(case.values, expected[1]), "values go where they belong, as they are, and nothing else changes"
 
 
-def check_attend(kernels: Any, case: Case, tile: int, splits: int) -> None:
+def check_attend(kernels: Any, case: Case, tile: int, pieces: int) -> None:
+    """Keys are in up to so many pieces, some of them empty; 0: not in pieces at all."""
     q = case.draw(len(case.rows), case.heads * case.shared, case.dim)
-    firsts: list[int] = []
-    counts: list[int] = []
+    tiles: list[tuple[int, ...]] = []
+    joins = [(0, 0, 0)]  # which is none
+    chance = random.Random(case.seed)
     expected, first = torch.empty_like(q), 0
     for length, asked in zip(case.lengths, case.queries, strict=True):
-        firsts += range(first, first + asked, tile)
-        counts += [min(tile, asked - at) for at in range(0, asked, tile)]
+        for at in range(0, asked, tile):
+            count = chance.randint(1, max(pieces, 1))
+            joins += [(first + at, count, len(tiles))] if count > 1 else []
+            tiles += [
+                (first + at, min(tile, asked - at), piece, count, room)
+                for room in (len(tiles),)
+                for piece in range(count)
+            ]
         page, place = case.places(int(case.rows[first]), length)
         k, v = (x[page, place].transpose(0, 1).double() for x in (case.keys, case.values))
         mine = q[first : first + asked].transpose(0, 1).double()
@@ -134,10 +142,12 @@ def check_attend(kernels: Any, case: Case, tile: int, splits: int) -> None:
         scores = (mine @ k.transpose(1, 2) / math.sqrt(case.dim)).masked_fill(hidden, -math.inf)
         expected[first : first + asked] = (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
         first += asked
+    chance.shuffle(tiles)
+    tiles.append((0, 0, 0, 1, 0))  # which is none
     out = torch.full_like(q, math.nan)
-    where = (torch.tensor(x, dtype=torch.int32, device=case.device) for x in (firsts, counts))
-    cache = case.table, case.keys, case.values
-    kernels.attend(q, *where, case.rows, case.positions, *cache, out, queries=tile, splits=splits)
+    tiles_X5, joins_J3 = (torch.tensor(each, dtype=torch.int32, device=case.device) for each in (tiles, joins))
+    where = case.rows, case.positions, case.table, case.keys, case.values
+    kernels.attend(q, tiles_X5, *where, out, queries=tile, joins_J3=joins_J3 if pieces else None)
     assert close(out, expected, case.dtype)
 
 
@@ -148,12 +158,13 @@ def check_far_pages(kernels: Any, device: str, dtype: torch.dtype, pages: int) -
     far = [x.new_zeros(pages, *x.shape[1:]) for x in (case.keys, case.values)]
     for large, cache in zip(far, (case.keys, case.values), strict=True):
         large[-few:] = cache
-    tile = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    tiles = torch.tensor([[0, 1, 0, 2, 0], [0, 1, 1, 2, 0]], dtype=torch.int32, device=device)
+    joins = torch.tensor([[0, 2, 0]], dtype=torch.int32, device=device)
     found = []
     for table, keys, values in ((case.table, case.keys, case.values), (case.table + (pages - few), *far)):
         where = case.rows, case.positions, table, keys, values
         q = kernels.enter(qkv, None, None, *where)
-        kernels.attend(q, *tile, *where, out := torch.empty_like(q), queries=1, splits=2)
+        kernels.attend(q, tiles, *where, out := torch.empty_like(q), queries=1, joins_J3=joins)
         found.append(out)
     assert torch.equal(*found)
     assert torch.equal(far[0][-few:], case.keys)

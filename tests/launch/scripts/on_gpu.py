@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import echelon  # noqa: F401 (for where it is not installed)
+
 warnings.filterwarnings("ignore", category=FutureWarning)
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(device)
