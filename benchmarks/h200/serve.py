@@ -9,10 +9,12 @@ Random weights in bf16; each part can be asked for alone:
   reads the bytes that such a step must read: weights, and keys and values
 - where: the time of a step of the first part's model with 256 sequences, by kind of kernel
 - parts: the first part again, with one of the engine's choices turned off at a time
-- split: a step of one sequence of 1,024 and of 16,384 tokens, of the Llama of 8B, with the keys that attention reads
-  split over as many programs as the engine chooses, and not split
+- split: a step of one sequence of 1,024 and of 16,384 tokens, and of the longer one beside 63 of the shorter ones, of
+  the Llama of 8B, with keys read in as many pieces as the engine chooses, and in one
 - mixed: a step of the same model that writes a token for each of 63 sequences of 1,024 tokens and reads 64 or 512 of
-  another's prompt, as one CUDA graph and launched kernel by kernel
+  another's prompt; and one that reads 60 prompts of 8 tokens beside 4 such sequences; as one CUDA graph and launched
+  kernel by kernel
+- rows: what the products of one layer of it take, by the number of rows
 - draws: drawing for 1 and for 256 rows of 151,936 logits, in the usual way, with top-p and top-k (beside the same with
   logits that are sorted for it), and with penalties
 - narrow: weights in 8 bits, int8 and fp8, beside bf16: steps of a Llama of 8B, the first part's speed, and the
@@ -34,9 +36,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +64,7 @@ from echelon.serve.load import load  # noqa: E402
 from echelon.serve.pieces import Pieces  # noqa: E402
 from echelon.serve.quantize import quantize, weight_bytes  # noqa: E402
 from echelon.serve.request import SamplingParams  # noqa: E402
+from echelon.serve.rows import layer_seconds  # noqa: E402
 from echelon.serve.sample import Draw, Draws, likely, sample  # noqa: E402
 from echelon.serve.settings import Settings  # noqa: E402
 from echelon.serve.slo import Slo  # noqa: E402
@@ -228,7 +232,7 @@ def steps(quantized: str = "", batches: tuple[int, ...] = (1, 64)) -> dict[str, 
     found: dict[str, Any] = {"reading, TB/s": speed / 1e12}
     for batch in batches:
         settings = Settings(context=2048, token_budget=2048, most_running=batch)
-        seconds = step_time(loaded.model, settings, batch, 1024)
+        seconds = step_time(loaded.model, settings, [1024] * batch)
         must = bytes_of_step(loaded.model, batch, 1024) / speed
         found[f"batch {batch}"] = {"ms": seconds * 1e3, "reading alone, ms": must * 1e3, "of it": must / seconds}
     return found
@@ -239,12 +243,16 @@ def split() -> dict[str, Any]:
         empty = build("llama3-8b", context=32_768)
     model = shards.load(empty, None, lambda each: each.initialize(), device=CUDA, dtype=torch.bfloat16)
     found = {}
-    for length in (1_024, 16_384):
-        settings = Settings(context=length + 64, token_budget=2048, most_running=1)
-        split = step_time(model, settings, 1, length)
+    for name, lengths in {
+        "1024 tokens": [1024],
+        "16384 tokens": [16_384],
+        "63 × 1024 + 16384": [1024] * 63 + [16_384],
+    }.items():
+        settings = Settings(context=max(lengths) + 64, token_budget=2048, most_running=len(lengths))
+        split = step_time(model, settings, lengths)
         with patch.object(Pieces, "_more", lambda *_: 1):
-            whole = step_time(model, settings, 1, length)
-        found[f"{length} tokens"] = {"split, ms": 1e3 * split, "not split, ms": 1e3 * whole, "times": whole / split}
+            whole = step_time(model, settings, lengths)
+        found[name] = {"split, ms": 1e3 * split, "not split, ms": 1e3 * whole, "times": whole / split}
     return found
 
 
@@ -252,12 +260,18 @@ def mixed() -> dict[str, Any]:
     loaded = load("llama3-8b", random=True, device="cuda")
     settings = Settings(context=2048, token_budget=2048, most_running=64)
     found = {}
-    for reading in (64, 512):
-        graph = step_time(loaded.model, settings, 63, 1024, reading)
-        kernels = step_time(loaded.model, replace(settings, graphs=False), 63, 1024, reading)
+    for answers, prompts in ((63, [64]), (63, [512]), (4, [8] * 60)):
+        graph = step_time(loaded.model, settings, [1024] * answers, prompts)
+        kernels = step_time(loaded.model, replace(settings, graphs=False), [1024] * answers, prompts)
         figures = {"one graph, ms": 1e3 * graph, "kernel by kernel, ms": 1e3 * kernels, "times": kernels / graph}
-        found[f"{reading} tokens read"] = figures
+        found[f"{sum(prompts)} tokens of {len(prompts)} read"] = figures
     return found
+
+
+def rows() -> dict[str, Any]:
+    block = load("llama3-8b", random=True, device="cuda").model.blocks[0]
+    seconds = layer_seconds(block.attention, block.mlp)
+    return {f"{count} rows, ms": 1e3 * seconds(count) for count in range(16, 1_153, 16)}
 
 
 def draws() -> dict[str, Any]:
@@ -291,7 +305,7 @@ def draws() -> dict[str, Any]:
 def where() -> dict[str, Any]:
     loaded = load("qwen3-0.6b", random=True, device="cuda")
     settings = Settings(context=2048, token_budget=2048, most_running=256)
-    launch = launcher(loaded.model, settings, 256, length=800)
+    launch = launcher(loaded.model, settings, [800] * 256)
     seconds = timed(launch)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(10):
@@ -317,34 +331,38 @@ def kind_of(kernel: str) -> str:
     return "products" if is_product else "others"
 
 
-def step_time(model: Any, settings: Settings, batch: int, length: int, reading: int = 0) -> float:
+def step_time(model: Any, settings: Settings, lengths: list[int], prompts: Sequence[int] = ()) -> float:
     """Seconds of a step (see `launcher`); nothing of it is left on the GPU."""
-    seconds = timed(launcher(model, settings, batch, length, reading))
+    seconds = timed(launcher(model, settings, lengths, prompts))
     free()
     return seconds
 
 
-def launcher(model: Any, settings: Settings, batch: int, length: int, reading: int = 0) -> Callable[[], Any]:
-    """What launches a step of answers that all have `length` tokens, and of the first `reading` tokens of a prompt."""
-    settings = settings.on(CUDA)
-    pages = -(-max(length, reading) // settings.page_size) + 1
-    rows = range(batch + bool(reading))
-    shape = Shape(pages * len(rows), settings.page_size, len(rows), pages)
-    computed = way.build(model, shape, settings)
-    orders = [list(range(row * pages, (row + 1) * pages)) for row in rows]
-    draws = Draws(Draw(SamplingParams(temperature=0.6), (row, row), [0] * length, 1) for row in range(batch))
-    first = [Part(row, length, [0], 0, orders[row], True) for row in range(batch)]
-    again = [Part(row, length, [PENDING], pages, [], True) for row in range(batch)]
-    if reading:
-        prompt = random.Random(0).choices(range(model.config.vocabulary), k=reading)
-        first.append(Part(batch, 0, prompt, 0, orders[batch], False))
-        again.append(Part(batch, 0, prompt, pages, [], False))
+def launcher(model: Any, settings: Settings, lengths: list[int], prompts: Sequence[int] = ()) -> Callable[[], Any]:
+    """What launches a step of answers that have so many tokens each, and of the first tokens of prompts: so many."""
+    settings = settings.on(next(model.parameters()).device)
+    pages = [-(-length // settings.page_size) + 1 for length in (*lengths, *prompts)]
+    ends = list(accumulate(pages))
+    orders = [list(range(end - count, end)) for end, count in zip(ends, pages, strict=True)]
+    computed = way.build(model, Shape(ends[-1], settings.page_size, len(pages), max(pages)), settings)
+    draws = Draws(
+        Draw(SamplingParams(temperature=0.6), (row, row), [0] * length, 1) for row, length in enumerate(lengths)
+    )
+    chance = random.Random(0)
+    read = [chance.choices(range(model.config.vocabulary), k=length) for length in prompts]
+
+    def parts(token: int, of_row: list[list[int]]) -> list[Part]:
+        answers = [Part(row, length, [token], 0, of_row[row], True) for row, length in enumerate(lengths)]
+        of_prompts = enumerate(read, len(lengths))
+        return answers + [Part(row, 0, tokens, 0, of_row[row], False) for row, tokens in of_prompts]
+
+    again = parts(PENDING, [[] for _ in pages])
 
     @torch.inference_mode()
     def launch(parts: list[Part] = again) -> Any:
         return computed.launch(parts, draws)
 
-    launch(first)
+    launch(parts(0, orders))
     return launch
 
 
@@ -394,6 +412,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "parts": parts,
     "split": split,
     "mixed": mixed,
+    "rows": rows,
     "draws": draws,
     "narrow": narrow,
     "rate": rate,
