@@ -9,7 +9,7 @@ Random weights in bf16; each part can be asked for alone:
   reads the bytes that such a step must read: weights, and keys and values
 - where: the time of a step of the first part's model with 256 sequences, by kind of kernel
 - parts: the first part again, with one of the engine's choices turned off at a time
-- split: a step of one sequence of 1,024 and of 16,384 tokens, and of the longer one beside 63 of the shorter ones, of
+- pieces: a step of one sequence of 1,024 and of 16,384 tokens, and of the longer one beside 63 of the shorter ones, of
   the Llama of 8B, with keys read in as many pieces as the engine chooses, and in one
 - mixed: a step of the same model that writes a token for each of 63 sequences of 1,024 tokens and reads 64 or 512 of
   another's prompt; and one that reads 60 prompts of 8 tokens beside 4 such sequences; as one CUDA graph and launched
@@ -60,6 +60,7 @@ from echelon.models.presets import build  # noqa: E402
 from echelon.parallel import shards  # noqa: E402
 from echelon.serve import drawing, memory, way  # noqa: E402
 from echelon.serve.engine import Engine  # noqa: E402
+from echelon.serve.fused import mlp_of  # noqa: E402
 from echelon.serve.load import load  # noqa: E402
 from echelon.serve.pieces import Pieces  # noqa: E402
 from echelon.serve.quantize import quantize, weight_bytes  # noqa: E402
@@ -238,7 +239,7 @@ def steps(quantized: str = "", batches: tuple[int, ...] = (1, 64)) -> dict[str, 
     return found
 
 
-def split() -> dict[str, Any]:
+def pieces() -> dict[str, Any]:
     with torch.device("meta"):
         empty = build("llama3-8b", context=32_768)
     model = shards.load(empty, None, lambda each: each.initialize(), device=CUDA, dtype=torch.bfloat16)
@@ -249,10 +250,10 @@ def split() -> dict[str, Any]:
         "63 × 1024 + 16384": [1024] * 63 + [16_384],
     }.items():
         settings = Settings(context=max(lengths) + 64, token_budget=2048, most_running=len(lengths))
-        split = step_time(model, settings, lengths)
+        cut = step_time(model, settings, lengths)
         with patch.object(Pieces, "_more", lambda *_: 1):
             whole = step_time(model, settings, lengths)
-        found[name] = {"split, ms": 1e3 * split, "not split, ms": 1e3 * whole, "times": whole / split}
+        found[name] = {"in pieces, ms": 1e3 * cut, "whole, ms": 1e3 * whole, "times": whole / cut}
     return found
 
 
@@ -269,8 +270,9 @@ def mixed() -> dict[str, Any]:
 
 
 def rows() -> dict[str, Any]:
-    block = load("llama3-8b", random=True, device="cuda").model.blocks[0]
-    seconds = layer_seconds(block.attention, block.mlp)
+    model = load("llama3-8b", random=True, device="cuda").model
+    way.prepare(model)
+    seconds = layer_seconds(model.blocks[0].attention, mlp_of(model.blocks[0].mlp))
     return {f"{count} rows, ms": 1e3 * seconds(count) for count in range(16, 1_153, 16)}
 
 
@@ -410,7 +412,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "step": steps,
     "where": where,
     "parts": parts,
-    "split": split,
+    "pieces": pieces,
     "mixed": mixed,
     "rows": rows,
     "draws": draws,

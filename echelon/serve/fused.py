@@ -51,7 +51,7 @@ class _Computed(NamedTuple):
     the tiles of answers, how their pieces are joined, and the tiles of prompts.
     """
 
-    places_3T: Any
+    places_3T: Any  # tensors in the packet; NumPy's arrays on the way there
     alone_X5: Any
     joins_J3: Any
     tiles_X5: Any
@@ -73,7 +73,7 @@ class Fused:
         cache = shape.pages + 1, shape.page_size, heads, attention.head_dim
         self._caches = [(weight.new_zeros(cache), weight.new_zeros(cache)) for _ in model.blocks]
         self._turns_LD = None if attention.rope is None else _turns(attention, longest, self._device)
-        self._mlps = [_mlp(block.mlp) for block in model.blocks]
+        self._mlps = [mlp_of(block.mlp) for block in model.blocks]
         self._queries = max(_TILE // attention.queries_per_key, 1)
         if weight.dtype == torch.float32:
             self._queries = max(self._queries // 4, 1)  # of which as many fit into a processor's memory
@@ -98,18 +98,19 @@ class Fused:
         answers = next((place for place, part in enumerate(parts) if len(part.tokens) > 1), len(parts))
         size = self._size(parts, answers)
         planned, last, pages = self._plan(parts, answers, size)
-        *computed, last_R, columns_CR, pages_2U = self._send([*planned, last, (draws or Draws()).columns(), pages])
+        *sent, last_R, columns_CR, pages_2U = self._send([*planned, last, (draws or Draws()).columns(), pages])
+        computed = _Computed(*sent)
         if pages_2U.numel():
             self._table_RP.view(-1)[pages_2U[0].long()] = pages_2U[1]
         whole = None if size is None else self._graphs[size]
-        hidden_TD = self._forward(_Computed(*computed)) if whole is None else whole.replay()
+        hidden_TD = self._forward(computed) if whole is None else whole.replay()
         if not len(last_R):
             return None if draws is None else Chosen(self._latest_R[:0])
         logits_RV = self._model.head(hidden_TD[last_R])
         if draws is None:
             return None
         chosen = sample(logits_RV, draws, columns_CR, drawing)
-        self._latest_R[computed[0][0, last_R].long()] = chosen.tokens_R
+        self._latest_R[computed.places_3T[0, last_R].long()] = chosen.tokens_R
         return chosen
 
     def _size(self, parts: list[Part], answers: int) -> Size | None:
@@ -301,7 +302,7 @@ def _behind(one: Tensor, other: Tensor) -> Tensor | None:
     return torch.as_strided(one, (len(one) + len(other), one.shape[1]), one.stride(), one.storage_offset())
 
 
-def _mlp(mlp: Any) -> Any:
+def mlp_of(mlp: Any) -> Any:
     """With one product for gate and up."""
     if not isinstance(mlp, SwiGLU):
         return mlp

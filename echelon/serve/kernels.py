@@ -13,11 +13,12 @@ microseconds whatever it does:
 
 Those that draw the next tokens are in drawing.py.
 
-What lies in a packet (see fused.py) may lie anywhere in it: kernels are not compiled anew for where it does.
+What lies in a packet (see fused.py) may lie anywhere in it, and so may the second of two tensors that are made as one:
+kernels are not compiled anew for where it does.
 
-All sums are in fp32, in an order that the shapes alone decide. `attend` serves prompts and answers alike: a program has
-a tile of queries of one sequence with all heads that share a key, so that each key is read once for all of them. The
-keys of an answer may be read in pieces, each by another program.
+All sums are in fp32, in an order that a step's shapes and lengths alone decide. `attend` serves prompts and answers
+alike: a program has a tile of queries of one sequence with all heads that share a key, so that each key is read once
+for all of them. The keys of an answer may be read in pieces, each by another program.
 """
 
 from __future__ import annotations
@@ -105,13 +106,13 @@ def attend(
     if joins_J3 is not None:
         parts = out_THD.new_empty(len(tiles_X5), q_THD.shape[1], dim, dtype=torch.float32)
         largest, total = out_THD.new_empty(2, len(tiles_X5), q_THD.shape[1], dtype=torch.float32)
-    _attend[(heads, len(tiles_X5))](
+    _attend[(heads * len(tiles_X5),)](
         q_THD, tiles_X5, rows_T, positions_T, table_RP, keys_PSGD, values_PSGD, out_THD, parts, largest, total,
         math.log2(math.e) / math.sqrt(dim), table_RP.stride(0), heads, shared, dim, page_size, joins_J3 is not None,
         rows, keys, padded, "ieee" if wide else "tf32", num_warps=4 if rows <= 64 else 8, num_stages=stages,
     )  # fmt: skip
     if joins_J3 is not None:
-        _merge[(q_THD.shape[1], len(joins_J3))](
+        _merge[(q_THD.shape[1] * len(joins_J3),)](
             joins_J3, parts, largest, total, out_THD, q_THD.shape[1], dim, triton.next_power_of_2(dim), num_warps=1
         )
 
@@ -285,7 +286,7 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A row of the tile is a query of one head: all heads of its first token that share the key, then the next's."""
-    head, tile = tl.program_id(0), tiles + 5 * tl.program_id(1)
+    head, tile = tl.program_id(0) % HEADS, tiles + 5 * (tl.program_id(0) // HEADS)
     count = tl.load(tile + 1)
     if count == 0:
         return
@@ -341,7 +342,7 @@ def _merge(  # type: ignore[no-untyped-def]
     joins, parts, largests, totals, out, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr
 ):
     """Of one head all pieces, some at a time."""
-    head, join = tl.program_id(0), joins + 3 * tl.program_id(1)
+    head, join = tl.program_id(0) % HEADS, joins + 3 * (tl.program_id(0) // HEADS)
     pieces = tl.load(join + 1)
     if pieces == 0:
         return

@@ -77,7 +77,8 @@ def build(model: Any, shape: Shape, settings: Settings) -> Way:
     sizes: list[Size] = []
     if choice.graphs:
         sizes = [Size(answers, 0) for answers in sizes_of_answers(settings.most_running)]
-        if shards.meeting_of(model) is None:  # else all that ranks exchange would be kept, for each of these
+        # Several ranks would keep all that they exchange, for each of these, and must not fill steps up differently.
+        if shards.meeting_of(model) is None:
             sizes += [Size(*size) for size in sizes_of_mixed(settings.most_running, settings.token_budget)]
     return Fused(model, shape, settings.token_budget, sizes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from echelon.serve import memory, way
 from echelon.serve.engine import Engine
 from echelon.serve.graphs import Captures, Graph
 from echelon.serve.narrow import NarrowWeight
+from echelon.serve.pieces import Pieces
 from echelon.serve.quantize import quantize
 from echelon.serve.request import SamplingParams
 from echelon.serve.runner import Runner
@@ -51,6 +53,21 @@ def test_a_long_prompt_alone_is_read_in_many_steps_that_draw_nothing() -> None:
         answers.append(engine.generate([list(range(100, 220))], FEW))
         engine.close()
     assert answers[0][0].choices == answers[1][0].choices
+
+
+def test_a_long_sequence_among_short_ones_is_read_in_pieces() -> None:
+    prompts = [[7], [number % 250 for number in range(3000)], list(range(90)), list(range(200))]
+    settings = Settings(cache_gib=0.1, token_budget=4096, most_running=4)
+    pieces = Pieces.of
+    joined = []
+    with patch.object(Pieces, "of", lambda *each: (found := pieces(*each), joined.append(len(found[1])))[0]):
+        answers = []
+        for model in (small(context=4096).cuda(), small(context=4096)):
+            engine = Engine(model, settings=settings)
+            answers.append([answer.choices[0].tokens for answer in engine.generate(prompts, GREEDY)])
+            engine.close()
+    assert answers[0] == answers[1]
+    assert any(joined), "keys were not read in pieces, so that was not tried"
 
 
 def test_chance_is_that_of_the_cpu() -> None:

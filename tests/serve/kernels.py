@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,8 +119,8 @@ def check_enter(kernels: Any, case: Case, turns: bool, norms: bool) -> None:
     assert torch.equal(case.values, expected[1]), "values go where they belong, as they are, and nothing else changes"
 
 
-def check_attend(kernels: Any, case: Case, tile: int, pieces: int) -> None:
-    """Keys are in up to so many pieces, some of them empty; 0: not in pieces at all."""
+def check_attend(kernels: Any, case: Case, tile: int, pieces: Sequence[int] = ()) -> None:
+    """Keys are in one of these numbers of pieces, some of them empty."""
     q = case.draw(len(case.rows), case.heads * case.shared, case.dim)
     tiles: list[tuple[int, ...]] = []
     joins = [(0, 0, 0)]  # which is none
@@ -127,13 +128,10 @@ def check_attend(kernels: Any, case: Case, tile: int, pieces: int) -> None:
     expected, first = torch.empty_like(q), 0
     for length, asked in zip(case.lengths, case.queries, strict=True):
         for at in range(0, asked, tile):
-            count = chance.randint(1, max(pieces, 1))
-            joins += [(first + at, count, len(tiles))] if count > 1 else []
-            tiles += [
-                (first + at, min(tile, asked - at), piece, count, room)
-                for room in (len(tiles),)
-                for piece in range(count)
-            ]
+            count = chance.choice(pieces or [1])
+            room = len(tiles)
+            joins += [(first + at, count, room)] if count > 1 else []
+            tiles += [(first + at, min(tile, asked - at), piece, count, room) for piece in range(count)]
         page, place = case.places(int(case.rows[first]), length)
         k, v = (x[page, place].transpose(0, 1).double() for x in (case.keys, case.values))
         mine = q[first : first + asked].transpose(0, 1).double()

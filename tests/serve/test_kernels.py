@@ -61,7 +61,17 @@ def test_enter(kernels: Any, seed: int) -> None:
 def test_attend(kernels: Any, seed: int) -> None:
     answers = seed % 2 == 0
     case = checks.random_case("cpu", torch.float32, seed, longest=70, answers=answers)
-    checks.check_attend(kernels, case, tile=1 if answers else 8, pieces=[1, 2, 3, 20][seed // 2 % 4] if answers else 0)
+    checks.check_attend(
+        kernels, case, tile=1 if answers else 8, pieces=range(1, [2, 3, 4, 21][seed // 2 % 4]) if answers else ()
+    )
+
+
+def test_attend_in_many_pieces(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are put together at a time."""
+    monkeypatch.setattr(kernels, "_keys_and_stages", lambda *_: (16, 2))
+    case = replace(checks.random_case("cpu", torch.float32, 1, longest=9, answers=True), lengths=[1280], queries=[1])
+    for pieces in (16, 20, 40, 80):
+        checks.check_attend(kernels, replace(case, seed=pieces), 1, [pieces])
 
 
 def test_far_pages(kernels: Any) -> None:
@@ -116,6 +126,33 @@ def test_limit(drawing: Any, dtype: torch.dtype, seed: int) -> None:
         checks.check_limit(drawing, "cpu", dtype, 16, vocabulary, seed)
 
 
+def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As if sequences were long and there were a GPU; and nobody's values are no numbers. Gives how many pieces were
+    put together, each time.
+    """
+    from echelon.serve import kernels, pieces
+
+    monkeypatch.setattr(pieces, "_BLOCK", 4)
+    monkeypatch.setattr(kernels, "processors", lambda device: 6)
+    monkeypatch.setattr(kernels, "_keys_and_stages", lambda *_: (4, 2))
+    joined = [0]
+    of = pieces.Pieces.of
+
+    def told(self: Any, keys_A: Any) -> Any:
+        tiles_X5, joins_J3 = of(self, keys_A)
+        joined.extend(joins_J3[:, 1].tolist())
+        return tiles_X5, joins_J3
+
+    monkeypatch.setattr(pieces.Pieces, "of", told)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: no_numbers(empty_like(*given, **named)))
+    return joined
+
+
+def no_numbers(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(torch.nan) if x.is_floating_point() else x
+
+
 def answers(name: str, params: list[SamplingParams], **settings: Any) -> list[tuple[tuple[int, ...], ...]]:
     """In a cache so small that requests are pre-empted, and in steps so small that prompts are cut."""
     model = small(name, layers=1)
@@ -155,8 +192,10 @@ def test_tokens_are_those_of_the_plain_way(
     monkeypatch.setattr(fused, "Graph", Replayed)
     monkeypatch.setattr(fused, "quickest", lambda least, seconds: least + 16)
     monkeypatch.setattr(Replayed, "used", 0)
+    joined = in_small_pieces(monkeypatch)
     assert answers(name, params, graphs=graphs, ahead=ahead) == expected
     assert bool(Replayed.used) == graphs
+    assert max(joined) > 2, "keys were not read in pieces, so that was not tried"
 
 
 def test_many_short_prompts_are_one_graph(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,12 +14,18 @@ LONGEST = 9000
 MACHINES = st.builds(Pieces, st.sampled_from([1, 2, 8, 12]), st.integers(1, 150), st.just(LONGEST))
 
 
+def read(keys: int, piece: int, pieces: int) -> int:
+    """Of which a program of attention reads so many, in blocks of 128."""
+    share = math.ceil(math.ceil(keys / pieces) / 128) * 128
+    return min(share, keys - piece * share)
+
+
 @given(MACHINES, st.lists(st.integers(1, LONGEST), max_size=300), st.integers(0, 40))
 def test_each_answer_has_its_pieces(pieces: Pieces, keys: list[int], more: int) -> None:
     tiles, joins = (each.tolist() for each in pieces.of(np.array(keys, np.int64)))
-    for most in (pieces.most(len(keys)), pieces.most(len(keys) + more)):
-        assert (len(tiles), len(joins)) <= most, "there is room for them in a graph"
-        assert len(joins) <= most[1]
+    for most_tiles, most_joins in (pieces.most(len(keys)), pieces.most(len(keys) + more)):
+        assert len(tiles) <= most_tiles
+        assert len(joins) <= most_joins, "there is room for them in a graph"
     found: dict[int, list[tuple[int, int, int]]] = {}
     for answer, count, piece, of, room in tiles:
         assert count == 1
@@ -33,13 +41,14 @@ def test_each_answer_has_its_pieces(pieces: Pieces, keys: list[int], more: int) 
     assert joins == joined
     sizes = [keys[answer] // of for answer, _, _, of, _ in tiles]
     assert sizes == sorted(sizes, reverse=True), "what takes longest begins first"
+    assert all(read(keys[answer], piece, of) > 0 for answer, _, piece, of, _ in tiles), "no piece is empty"
 
 
 @given(MACHINES, st.lists(st.integers(1, LONGEST), min_size=1, max_size=300))
 def test_none_has_much_more_than_its_share(pieces: Pieces, keys: list[int]) -> None:
-    share = max(-(-sum(keys) // pieces._more(len(keys))), 128)
+    share = -(-sum(keys) // pieces._more(len(keys)))
     tiles = pieces.of(np.array(keys, np.int64))[0].tolist()
-    assert max(keys[answer] / of for answer, _, _, of, _ in tiles) <= 1.5 * share
+    assert max(read(keys[answer], piece, of) for answer, _, piece, of, _ in tiles) <= 1.5 * share + 128
 
 
 def test_one_long_sequence_among_many_is_read_by_many() -> None:
