@@ -52,6 +52,7 @@ import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks import quantize as quantize_benchmark  # noqa: E402
+from benchmarks.h200.serve_report import show  # noqa: E402
 from echelon.bench.serve import drive  # noqa: E402
 from echelon.bench.serve_load import RandomLoad, arrivals, random_requests  # noqa: E402
 from echelon.bench.serve_target import InProcess  # noqa: E402
@@ -84,6 +85,7 @@ def throughput(quantized: str = "", **turned_off: bool) -> dict[str, Any]:
     loaded = load("qwen3-0.6b", random=True, device="cuda")
     if quantized:
         quantize(loaded.model, quantized)
+    must = bytes_of_answers(loaded.model, lengths)
     began = time.perf_counter()
     settings = Settings(context=2048, token_budget=16384, most_running=256, **turned_off)
     engine = Engine(loaded.model, loaded.text, settings)
@@ -98,6 +100,7 @@ def throughput(quantized: str = "", **turned_off: bool) -> dict[str, Any]:
         "tokens/s": written / seconds,
         "seconds": seconds,
         "tokens out": written,
+        "TB that must be read": must / 1e12,
         "ready after, s": ready,
         "published": PUBLISHED,
     }
@@ -114,20 +117,20 @@ def parts() -> dict[str, Any]:
 def rate() -> dict[str, Any]:
     loaded = load("llama3-8b", random=True, device="cuda")
     engine = Engine(loaded.model, loaded.text, Settings(context=2048, slo=Slo(ttft=5.0, tbt=0.025)))
-    found: dict[str, Any] = {}
+    found: dict[float, Any] = {}
     try:
         asyncio.run(at_rate(engine, 20.0, seconds=4))  # what a step costs is learned
         held, lost = 0.0, math.inf
         asked = 64.0
         while lost - held > 4.0:
             figures = asyncio.run(at_rate(engine, asked, seconds=20))
-            found[f"{asked:g} requests/s"] = figures
+            found[asked] = figures
             holds = figures["ttft p99, s"] < 5 and figures["tbt p99, ms"] < 25 and not figures["refused"]
             held, lost = (asked, lost) if holds else (held, asked)
             asked = round(1.25 * held if math.isinf(lost) else (held + lost) / 2, 1)
     finally:
         engine.close()
-    return {"highest that holds, requests/s": held, **found}
+    return {"highest that holds, requests/s": held} | {f"{each:g} requests/s": found[each] for each in sorted(found)}
 
 
 async def at_rate(engine: Engine, per_second: float, seconds: float) -> dict[str, Any]:
@@ -273,11 +276,11 @@ def rows() -> dict[str, Any]:
     model = load("llama3-8b", random=True, device="cuda").model
     way.prepare(model)
     seconds = layer_seconds(model.blocks[0].attention, mlp_of(model.blocks[0].mlp))
-    return {f"{count} rows, ms": 1e3 * seconds(count) for count in range(16, 1_153, 16)}
+    return {"ms": {f"{count} rows": 1e3 * seconds(count) for count in range(16, 1_153, 16)}}
 
 
 def draws() -> dict[str, Any]:
-    chance, found = random.Random(0), {}
+    chance, found = random.Random(0), dict[str, Any]()
     logits = 4 * torch.randn(256, 151_936, device=CUDA, dtype=torch.bfloat16)
     sorting: Any = SimpleNamespace(
         limit=lambda logits_RV, *by: likely(logits_RV, *by, has_limit=True),
@@ -300,7 +303,7 @@ def draws() -> dict[str, Any]:
             )
             columns = torch.from_numpy(each.columns()).to(CUDA)
             seconds = timed(partial(sample, logits[:rows], each, columns, kernels))
-            found[f"{rows} rows, {name}, ms"] = 1e3 * seconds
+            found.setdefault(f"{rows} rows", {})[f"{name}, ms"] = 1e3 * seconds
     return found
 
 
@@ -388,6 +391,13 @@ def bytes_of_step(model: Any, batch: int, length: int) -> float:
     return weights + batch * (length + 1) * memory.page_bytes(model, 1)
 
 
+def bytes_of_answers(model: Any, lengths: list[tuple[int, int]]) -> float:
+    """The same of all steps of answers that begin together. The first token of each comes with its prompt."""
+    steps = max(write for _, write in lengths) - 1
+    keys = sum(read + more for read, write in lengths for more in range(1, write))
+    return steps * bytes_of_step(model, 0, 0) + keys * memory.page_bytes(model, 1)
+
+
 def reading_speed() -> float:
     """Bytes a second, as fast as PyTorch reads 8 GiB."""
     x = torch.zeros(2**31, dtype=torch.float32, device=CUDA)
@@ -425,6 +435,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--json", type=Path, help="where to write the result; parts that are there already are kept")
+    parser.add_argument("--code", default="", help="what the result shall call the code that was run: a commit")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.parts if name not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}: there are {', '.join(PARTS)}")
@@ -435,8 +446,9 @@ def main() -> None:
         result = json.loads(arguments.json.read_text())
     result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name in arguments.parts:
-        result[name] = PARTS[name]()
-        print(f"{name}: {json.dumps(result[name])}", flush=True)
+        figures = PARTS[name]()
+        show(name, figures)
+        result[name] = {"code": arguments.code} | figures
         free()
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
