@@ -273,13 +273,15 @@ class Engine:
 
     def _leave_cancelled(self) -> None:
         cancelled = [each for each in self._writing.values() if each.stream.is_cancelled]
-        for writing in cancelled:
-            for further in self._later.pop(writing.stream, []):
-                writing.stream.cut(further.index)
-            self._end(writing, "cancelled")
-            writing.stream.cut(writing.index)
-        if cancelled:
+        try:
+            for writing in cancelled:
+                for further in self._later.pop(writing.stream, []):
+                    writing.stream.cut(further.index)
+                self._end(writing, "cancelled")
+                writing.stream.cut(writing.index)
+        finally:
             wake(writing.stream for writing in cancelled)
+        if cancelled:
             self._changed.notify_all()
             self._report(tokens=0, seconds=0.0)
 
@@ -312,18 +314,16 @@ class Engine:
         now = time.perf_counter()
         seconds = now - (self._landed or flight.began)  # whoever answers waits from one token to the next
         self._landed = now
-        waits: Counter[float] = Counter()
         try:
             with self._changed:
+                waits = Counter(now - each.last_token for each in flight.last if each.generated and not each.has_ended)
+                for wait, count in waits.items():
+                    self.metrics.next_token(wait, count)
                 for place, (writing, token) in enumerate(zip(flight.last, tokens, strict=True)):
                     if writing.has_ended:
                         continue
                     self._scheduler.settle(writing.sequence, token)
-                    if writing.generated:
-                        waits[now - writing.last_token] += 1
                     self._take(writing, token, None if logprobs is None else logprobs[place], now)
-                for wait, count in waits.items():
-                    self.metrics.next_token(wait, count)
                 self._changed.notify_all()  # those who wait for room, or for the end
                 count = sum(span.count for span in flight.spans)
                 if self._pacer is not None:

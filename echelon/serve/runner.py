@@ -118,12 +118,15 @@ def undisturbed() -> Iterator[None]:
     becomes garbage in a circle stays until the last engine of the process ends.
     """
     me = object()
+    gc.collect()  # which may end other engines
     with _FREEZING:
         _undisturbed.add(me)
-        gc.collect()
         gc.freeze()
     try:
         yield
+    except BaseException:
+        gc.unfreeze()  # who fails is in a circle with its failure, and its memory is wanted
+        raise
     finally:
         with _FREEZING:
             _undisturbed.discard(me)

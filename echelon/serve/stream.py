@@ -118,7 +118,7 @@ class Stream:
     def _piece(self, index: int, unread: _Unread) -> Piece:
         writer, tokens, finish = self._writers[index], unread.tokens, unread.finish
         text = writer.write(tokens[:-1] if tokens and tokens[-1] in self.ends else tokens)
-        if finish in ("stop", "length"):
+        if finish is not None:
             text += writer.finish()
         return Piece(index, text, tuple(tokens), tuple(unread.logprobs), finish, self.cached)
 

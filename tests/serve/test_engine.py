@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from echelon.serve.request import BadRequest, EngineFailed, Piece, Refused, Samp
 from echelon.serve.runner import undisturbed
 from echelon.serve.settings import Settings
 from echelon.serve.slo import Slo
+from echelon.serve.stream import Stream
 from tests.serve.models import SHAPES, small
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -366,6 +369,49 @@ def test_python_does_not_look_through_all_objects_while_steps_are_taken() -> Non
         assert gc.get_freeze_count() > 10_000, "another goes on"
 
 
+class Holder:
+    """Becomes garbage in a circle, and then ends an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._me = engine, self
+
+    def __del__(self) -> None:
+        self._engine.close()
+
+
+def test_an_engine_that_becomes_garbage_does_not_hold_up_the_next() -> None:
+    answered = threading.Event()
+
+    def one_after_the_other() -> None:
+        engine = Engine(small(), settings=Settings(cache_gib=0.02))
+        engine.generate([[1, 2]], SamplingParams(max_tokens=1))
+        holder = Holder(engine)
+        gc.collect()  # it has lived for a while
+        del engine, holder
+        with closing(Engine(small(), settings=Settings(cache_gib=0.02))) as following:
+            following.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))
+        answered.set()
+
+    threading.Thread(target=one_after_the_other, daemon=True).start()
+    assert answered.wait(60)
+
+
+def test_an_engine_that_failed_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed() -> list[Any]:
+        engine = Engine(small(), settings=Settings(cache_gib=0.02))
+        monkeypatch.setattr(engine._runner, "launch", lambda *_: 1 / 0)
+        with pytest.raises(EngineFailed):
+            engine.generate([[1, 2]])
+        engine.close()
+        monkeypatch.undo()
+        return [weakref.ref(engine), weakref.ref(engine._runner._way)]
+
+    with closing(Engine(small(), settings=Settings(cache_gib=0.02))):
+        kept = failed()
+        gc.collect()
+        assert [each() for each in kept] == [None, None], "though another engine lives"
+
+
 def test_whoever_ended_in_a_step_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(small(), settings=Settings(cache_gib=0.02))
     monkeypatch.setattr(engine, "_report", lambda *_: 1 / 0)
@@ -381,6 +427,27 @@ def test_whoever_ends_while_the_engine_fails_is_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine.metrics, "finished", lambda *_: 1 / 0)
     [told] = read_in_time(engine)
     assert isinstance(told, EngineFailed)
+    engine.close()
+
+
+def test_whoever_was_cancelled_beside_one_whose_end_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(small(), settings=Settings(cache_gib=0.02))
+    ends = [engine.metrics.finished, lambda *_: 1 / 0]
+    monkeypatch.setattr(engine.metrics, "finished", lambda *of: ends.pop(0)(*of))
+    told: queue.Queue[Any] = queue.Queue()
+
+    def read(stream: Stream) -> None:
+        try:
+            told.put([piece.finish for piece in stream][-1])
+        except EngineFailed as error:
+            told.put(type(error))
+
+    with engine._changed:  # both are cancelled between two steps
+        for _ in range(2):
+            stream = engine.open([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
+            stream.is_cancelled = True
+            threading.Thread(target=read, args=(stream,), daemon=True).start()
+    assert {told.get(timeout=30), told.get(timeout=30)} == {"cancelled", EngineFailed}
     engine.close()
 
 

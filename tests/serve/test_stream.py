@@ -94,6 +94,13 @@ def test_an_answer_that_was_cancelled_has_ended() -> None:
     assert list(stream) == [Piece(0, "ab", (97, 98), finish="cancelled")]
 
 
+def test_what_was_kept_back_comes_with_the_cut() -> None:
+    stream = opened(stop=("\n\n",))
+    add(stream, b"a line\n")
+    stream.cut(0)
+    assert [piece.text for piece in stream] == ["a line\n"]
+
+
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_a_client_gets_what_had_come_before_it_was_cut_off(prompts: int) -> None:
     streams = [opened(2) for _ in range(prompts)]
