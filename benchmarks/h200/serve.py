@@ -447,11 +447,11 @@ def main() -> None:
     result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name in arguments.parts:
         figures = PARTS[name]()
-        show(name, figures)
         result[name] = {"code": arguments.code} | figures
         free()
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        show(name, figures)
 
 
 if __name__ == "__main__":

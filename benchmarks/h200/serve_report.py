@@ -10,10 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -70,7 +66,10 @@ def _text(value: object) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
     _draw_speed(left, result)
     _draw_where(middle, result["where"])
     _draw_floor(right, result["narrow"])

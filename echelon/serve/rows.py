@@ -34,7 +34,10 @@ def layer_seconds(attention: Any, mlp: Callable[[Any], Any]) -> Callable[[int], 
     def seconds(rows: int) -> float:
         if weight.device.type != "cuda":
             return 0.0
-        x_TD, heads_TD = (torch.randn(rows, part.weight.shape[1], **like) for part in (attention.qkv, attention.out))
+        chance = torch.Generator(weight.device)  # of its own: whoever makes an engine may have seeded PyTorch's
+        x_TD, heads_TD = (
+            torch.randn(rows, part.weight.shape[1], generator=chance, **like) for part in (attention.qkv, attention.out)
+        )
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         took = []
         for _ in range(_TRIES):
