@@ -1,14 +1,17 @@
-"""What Python takes of a step of serving on a GPU: `python benchmarks/serve_host.py [--json FILE] [--peer FOLDER]`.
+"""What Python takes of serving on a GPU: `python benchmarks/serve_host.py [--json FILE] [--peer FOLDER] [PART ...]`.
 
 The GPU computes while the next step is prepared, so it never waits as long as Python is faster. Here the engine does
 all that it does on a GPU, with CUDA graphs and one step ahead; what the kernels would compute is left out, and tokens
-are numbers that are there when the step's time is over. A byte-level BPE tokenizer writes the text.
+are numbers that are there when the step's time is over. A byte-level BPE tokenizer writes the text. The parts:
 
 - engine: `Engine.generate`, 1 to 256 answers at once, with a GPU that needs no time; of a step the CPU time of the
   engine's thread, and the longest step of all, which tells whether something stops everybody now and then
 - paced: 256 answers with steps that take the GPU so many milliseconds: for what share of the time it computes, for
   `Engine.generate` and over HTTP, streamed to clients of another process; there also the CPU time of the server's
   process a token, and how long clients wait for the next
+- promised: steps take as long as those of a Llama of 8B took on an H200; requests arrive at random, from as many as can
+  be answered to too many, and are promised a first token within 5 s and 25 ms between others. Readers are in the same
+  process. (`h200/serve.py rate` is the same with the GPU.)
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from sysconfig import get_paths
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from rate import at_rate  # beside this file: a peer's checkout need not have it
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -43,17 +48,19 @@ from echelon.bench.serve_load import RandomLoad, random_requests
 from echelon.bench.serve_target import Server
 from echelon.models.llama import Llama, LlamaConfig
 from echelon.models.tokenizer import FromFile
-from echelon.serve import fused, sample, way
+from echelon.serve import fused, runner, sample, way
 from echelon.serve.engine import Engine
 from echelon.serve.request import SamplingParams
 from echelon.serve.server import listen, serve
 from echelon.serve.settings import Settings
+from echelon.serve.slo import Slo
 from echelon.serve.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, CONTEXT, MOST = 8000, 2048, 256
 DRAWING = importlib.import_module("echelon.serve." + ("drawing" if hasattr(fused, "drawing") else "kernels"))  # earlier
 WRITTEN, ROUNDS, TURNS = 600, 4, 3  # tokens of an answer
+RATES = (64, 80, 85, 90, 100)  # requests a second
 
 
 class Device:
@@ -80,6 +87,22 @@ class Event(NamedTuple):
             time.sleep(left)
 
 
+class Llama8B(Device):
+    """Steps take as long as on an H200 (results/h200-serve.json, `narrow` and `mixed`): products by their rows, and
+    reading keys and values at 4.31 TB/s.
+    """
+
+    rows, ms = (1, 16, 64, 127, 256, 575, 1213), (4.76, 4.95, 5.36, 5.94, 7.6, 15.4, 31.0)  # the last: as before it
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def prepare(self, parts: list[Any]) -> None:
+        keys = sum(part.start + len(part.tokens) for part in parts)
+        rows = sum(len(part.tokens) for part in parts)
+        self._seconds = float(np.interp(rows, self.rows, self.ms)) / 1e3 + keys * 131_072 / 4.31e12
+
+
 class Graph:
     """In place of a CUDA graph, and of what graphs share."""
 
@@ -88,10 +111,10 @@ class Graph:
 
 
 @contextmanager
-def engine(tokenizer: Path, seconds: float = 0.0) -> Iterator[tuple[Engine, Device]]:
+def engine(tokenizer: Path, device: Device, **settings: Any) -> Iterator[Engine]:
     shape = {"dim": 8, "layers": 1, "heads": 1, "kv_heads": 1, "mlp_dim": 8}
     model = Llama(LlamaConfig(vocabulary=VOCABULARY, context=CONTEXT, **shape)).requires_grad_(False)
-    device, text = Device(seconds), Text(FromFile(tokenizer))
+    text = Text(FromFile(tokenizer))
     tokens = torch.tensor(text.encode(Path(random.__file__).read_text()))
     Graph.replay = lambda self: device.launch(2 * CONTEXT)
 
@@ -110,10 +133,10 @@ def engine(tokenizer: Path, seconds: float = 0.0) -> Iterator[tuple[Engine, Devi
             (DRAWING, "draw", lambda logits_RV, temperatures_R, keys_2R, places_R, *_: tokens[places_R % len(tokens)]),
         ):
             left_out.enter_context(patch.object(where, name, instead, create=name == "limit"))
-        settings = Settings(cache_gib=0.1, context=CONTEXT, token_budget=8192, most_running=MOST)
-        engine = Engine(model, text, settings)
+        limits = Settings(cache_gib=0.1, context=CONTEXT, token_budget=8192, most_running=MOST, **settings)
+        engine = Engine(model, text, limits)
         try:
-            yield engine, device
+            yield engine
         finally:
             engine.close()
 
@@ -136,7 +159,7 @@ def in_process(tokenizer: Path) -> dict[str, Any]:
     found = {}
     chance = random.Random(0)
     params = SamplingParams(max_tokens=WRITTEN, temperature=0.6, ignore_eos=True)
-    with engine(tokenizer) as (serving, _):
+    with engine(tokenizer, Device(0.0)) as serving:
         clock = time.pthread_getcpuclockid(serving._thread.ident or 0)
         landed: list[float] = []
         land = serving._land
@@ -170,7 +193,7 @@ def in_process(tokenizer: Path) -> dict[str, Any]:
 def paced(tokenizer: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for seconds in (0.007, 0.002):
-        with engine(tokenizer, seconds) as (serving, device):
+        with engine(tokenizer, device := Device(seconds)) as serving:
             chance = random.Random(1)
             prompts = [[chance.randrange(1, VOCABULARY) for _ in range(50)] for _ in range(MOST)]
             before, began = device.steps, time.perf_counter()
@@ -179,6 +202,24 @@ def paced(tokenizer: Path) -> dict[str, Any]:
         found[f"steps of {1e3 * seconds:g} ms, generate"] = {"computes": (device.steps - before) * seconds / took}
         found[f"steps of {1e3 * seconds:g} ms, http"] = over_http(tokenizer, seconds)
     return found
+
+
+def promised(tokenizer: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    device, launch = Llama8B(), runner.Runner.launch
+
+    def prepared(self: Any, parts: list[Any], draws: Any) -> Any:
+        device.prepare(parts)
+        return launch(self, parts, draws)
+
+    with patch.object(runner.Runner, "launch", prepared), engine(tokenizer, device, slo=Slo(5.0, 0.025)) as serving:
+        asyncio.run(at_rate(serving, 20, 4, VOCABULARY))  # what a step costs is learned
+        for rate in RATES:
+            found[f"{rate} a second"] = asyncio.run(at_rate(serving, rate, 20, VOCABULARY))
+    return found
+
+
+PARTS = {"engine": in_process, "paced": paced, "promised": promised}
 
 
 def over_http(tokenizer: Path, seconds: float) -> dict[str, Any]:
@@ -223,9 +264,9 @@ def cpu_seconds(process: int) -> float:
     return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measured(checkout: Path, tokenizer: Path) -> dict[str, Any]:
-    """All figures of an Echelon, in a process of its own."""
-    command = [sys.executable, __file__, "--once", str(tokenizer)]
+def measured(checkout: Path, tokenizer: Path, part: str) -> dict[str, Any]:
+    """The figures of an Echelon, in a process of its own."""
+    command = [sys.executable, __file__, part, "--once", str(tokenizer)]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -234,32 +275,38 @@ def measured(checkout: Path, tokenizer: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--json", type=Path, help="where to write the result; parts that are there already are kept")
     parser.add_argument("--peer", type=Path, help="another checkout of Echelon, which takes turns with this one")
     parser.add_argument("--once", type=Path, metavar="TOKENIZER", help=argparse.SUPPRESS)
     parser.add_argument("--serve", type=Path, metavar="TOKENIZER", help=argparse.SUPPRESS)
     parser.add_argument("--step", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.parts if name not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}: there are {', '.join(PARTS)}")
     torch.set_num_threads(1)
     if arguments.serve:
-        with engine(arguments.serve, arguments.step) as (serving, _):
+        with engine(arguments.serve, Device(arguments.step)) as serving:
             sys.exit(serve(serving, listen(port=0)))
     if arguments.once:
-        print(json.dumps({"engine": in_process(arguments.once)} | {"paced": paced(arguments.once)}))
+        print(json.dumps(PARTS[arguments.parts[0]](arguments.once)))
         return
     contenders = {"here": ROOT} | ({"peer": arguments.peer.resolve()} if arguments.peer else {})
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    result: dict[str, Any] = {}
+    if arguments.json and arguments.json.exists():
+        result = json.loads(arguments.json.read_text())
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(tokenizer := Path(folder) / "tokenizer.json")
-        for _ in track(range(TURNS), "turns", console=Console(stderr=True)):
-            for name, checkout in contenders.items():
-                runs[name].append(measured(checkout, tokenizer))
-    result = {name: middle(of) for name, of in runs.items()}
-    for name, parts in result.items():
-        for part, rows in parts.items():
+        turns = [(part, name) for part in arguments.parts for _ in range(TURNS) for name in contenders]
+        runs: dict[tuple[str, str], list[dict[str, Any]]] = {turn: [] for turn in turns}
+        for part, name in track(turns, "turns", console=Console(stderr=True)):
+            runs[part, name].append(measured(contenders[name], tokenizer, part))
+    for part in arguments.parts:
+        result[part] = {name: middle(runs[part, name]) for name in contenders}
+        for name, rows in result[part].items():
             for row, figures in rows.items():
                 told = ", ".join(f"{what} {value:.3g}" for what, value in figures.items())
-                print(f"{name}, {part}, {row}: {told}")
+                print(f"{part}, {name}, {row}: {told}")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 

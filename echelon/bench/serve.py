@@ -88,10 +88,10 @@ def main(options: ServeOptions) -> int:
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
     *requests, first = make_requests(options, tokenizer)
     result = asyncio.run(_measured(options, requests, first))
-    for line in result.lines(options.percentile_metrics, options.request_rate, options.max_concurrency):
-        print(line)
     for path in options.files(result.about):
         result.write(path, options.save_detailed)
+    for line in result.lines(options.percentile_metrics, options.request_rate, options.max_concurrency):
+        print(line)
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for error in list(dict.fromkeys(result.errors))[:_ERRORS_TOLD]:
         console.print(f"echelon: a request failed: {error}", style="red")

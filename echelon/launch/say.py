@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.status import Status
 
 
 def say(message: str) -> None:
@@ -21,9 +22,14 @@ def fail(message: str, code: int = 1) -> NoReturn:
     raise typer.Exit(code)
 
 
-def busy(with_what: str) -> Status:
-    """A sign of life on a terminal, while something takes long."""
-    return Console(stderr=True).status(escape(with_what))
+@contextmanager
+def busy(with_what: str, line: str = "") -> Iterator[None]:
+    """A sign of life, while something takes long: a spinner on a terminal, else the line, if there is one."""
+    console = Console(stderr=True)
+    if line and not console.is_terminal:
+        say(line)
+    with console.status(escape(with_what)):
+        yield
 
 
 def bar_of_ranks(terminal: int, shown: bool, width: int) -> Progress:

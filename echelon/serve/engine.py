@@ -11,11 +11,13 @@ only under a lock, and never while a step is computed.
 
 from __future__ import annotations
 
+import atexit
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -35,6 +37,7 @@ from echelon.serve.slo import Pacer
 from echelon.serve.stream import Stream, collect, wake
 from echelon.serve.text import Text, Writer
 
+_AT_EXIT_SECONDS = 5.0  # for the step that is being computed
 _REST_SECONDS = 1.0  # without anything to do, after which other ranks need not look for it
 
 Prompt = str | Sequence[int]
@@ -67,8 +70,8 @@ class _Flight(NamedTuple):
 
 
 class Engine:
-    """Serves one model. With tensor parallelism it is made on the first rank of `group`; the others make a Runner with
-    the same arguments and `follow`.
+    """Serves one model, until it is closed: `with Engine(model) as engine`. With tensor parallelism it is made on the
+    first rank of `group`; the others make a Runner with the same arguments and `follow`.
     """
 
     def __init__(
@@ -93,11 +96,13 @@ class Engine:
         shape = memory.shape(model, settings, group)
         self._runner = Runner(model, shape, settings, group=group)
         self.context = memory.context(model, settings, shape.pages)
+        made_for = f" (the model was made for {model.config.context:,})" if self.context > model.config.context else ""
         self.how = (
             f"{way.device_text(model)}; {self._runner.choice}{', reproducible' if settings.reproducible else ''}; "
             f"{shape.pages:,} pages of {shape.page_size} tokens "
             f"({memory.text(shape.pages * memory.page_bytes(model, shape.page_size))}), {self.context:,} tokens of "
-            f"context; {settings.most_running} requests and {settings.token_budget:,} tokens in a step"
+            f"context{made_for}; {settings.most_running} requests and {settings.token_budget:,} tokens in a step"
+            f"{'' if settings.slo is None else f'; promised: {settings.slo}'}"
         )
         self._vocabulary = int(model.config.vocabulary)
         self._pacer = None if settings.slo is None else Pacer(settings.slo, settings.token_budget)
@@ -115,6 +120,13 @@ class Engine:
         self._is_draining = self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
+        atexit.register(self._stop, _AT_EXIT_SECONDS)  # a thread that computes while Python ends is in its way
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = _USUAL
@@ -184,10 +196,14 @@ class Engine:
 
     def close(self) -> None:
         """End the loop, and what is still being answered."""
+        self._stop()
+        atexit.unregister(self._stop)
+
+    def _stop(self, seconds: float | None = None) -> None:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(seconds)
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         tokens = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -312,8 +328,12 @@ class Engine:
         """Wait for a step's tokens, and give them to those who still want them."""
         tokens, logprobs = flight.chosen.result()
         now = time.perf_counter()
+        follows = self._landed is not None
+        count = sum(span.count for span in flight.spans)
+        answering = sum(span.answers for span in flight.spans)
         seconds = now - (self._landed or flight.began)  # whoever answers waits from one token to the next
         self._landed = now
+        told = None
         try:
             with self._changed:
                 waits = Counter(now - each.last_token for each in flight.last if each.generated and not each.has_ended)
@@ -325,13 +345,18 @@ class Engine:
                     self._scheduler.settle(writing.sequence, token)
                     self._take(writing, token, None if logprobs is None else logprobs[place], now)
                 self._changed.notify_all()  # those who wait for room, or for the end
-                count = sum(span.count for span in flight.spans)
                 if self._pacer is not None:
-                    answering = sum(span.answers for span in flight.spans)
+                    expected = self._pacer.expected(answering, count - answering)
+                    told = partial(self._heard, expected if answering and follows else None)
                     self._pacer.took(answering, count - answering, seconds)
                 self._report(count, seconds)
         finally:
-            wake(writing.stream for writing in flight.last)
+            wake((writing.stream for writing in flight.last), told)
+
+    def _heard(self, expected: float | None) -> None:
+        """Those who read in an event loop have read what came of a step; see `Pacer.heard`."""
+        assert self._pacer is not None
+        self._pacer.heard(expected, time.perf_counter())
 
     def _report(self, tokens: int, seconds: float) -> None:
         running, waiting, pages = self._scheduler.running, self._scheduler.waiting, self._scheduler.pages

@@ -69,6 +69,11 @@ def load(
         model = _build(config, dtype, place, group, lambda model: model.initialize())
         return Loaded(model, Text(_Babble(), ends=[0]), source)
     folder = Path(source).expanduser()
+    if not folder.exists():
+        raise LoadError(
+            f"{source} is not there: name a Hugging Face folder (download a hub's model first), a run's folder, or try "
+            "without weights: --random llama-tiny"
+        )
     if not (folder / "config.json").is_file():
         raise LoadError(
             f"{source} is no folder with a model's config.json and safetensors: name a Hugging Face folder, a run's "

@@ -35,7 +35,9 @@ def main(what: str, options: Options, more: dict[str, Any], folder: Path | None 
     try:
         listener = _listen(options) if what == "serve" else None  # before the model is loaded: that takes a while
         is_first = identity().rank == 0  # the others load, and follow until the end
-        with busy(f"loading {options.random or options.source}") if is_first else contextlib.nullcontext():
+        loading = f"loading {options.random or options.source}"
+        line = f"{loading}; requests wait until it is ready" if what == "serve" else ""
+        with busy(loading, line) if is_first else contextlib.nullcontext():
             engine = open_engine(options)
     except ModuleNotFoundError as error:
         return _refused(f"{error.name} is missing: pip install 'echelon[serve]'", folder)
@@ -101,6 +103,8 @@ def _generate(engine: Engine, stop: Path | None, prompt: str, chat: bool, params
     tokens = engine.text.chat([{"role": "user", "content": prompt}]) if chat else engine.text.encode(prompt)
     room = max(engine.context - len(tokens), 1)
     how = SamplingParams(**params | {"max_tokens": min(params["max_tokens"], room), "stop": tuple(params["stop"])})
+    if how.max_tokens != params["max_tokens"]:
+        say(f"{how.max_tokens} tokens at most: prompt and answer may have {engine.context}")
     stream = engine.open(tokens, how)
     if not chat:
         print(prompt, end="", flush=True)

@@ -2,9 +2,10 @@
 
 How long a step takes is learned from the steps that were taken: a fixed part, a part for each request that answers and
 one for each token of a prompt (least squares over the recent ones, of those that read prompts and of those that do not:
-one kind may be rare). How far off that may be is learned too, from the slowest of them. From both come the most tokens
-of prompts in a step that ends within the time between two tokens of an answer (`tbt`), how many may answer at once, and
-how long a prompt will wait for its first token (`ttft`).
+one kind may be rare). How far off that may be is learned too: from the slowest of them; and from when readers heard of
+them, who share Python with the engine, and to whom the promise is made. From both come the most tokens of prompts in a
+step that ends within the time between two tokens of an answer (`tbt`), how many may answer at once, and how long a
+prompt will wait for its first token (`ttft`).
 
 A machine that stops for a moment stops whatever a step does. So steps count for less the further they are off, and are
 not planned smaller for the sake of those that would be too slow anyway: otherwise one hiccup would turn everybody away.
@@ -48,6 +49,10 @@ class Slo:
             found[match[1]] = float(match[2]) * _UNITS[match[3]]
         return cls(**found)
 
+    def __str__(self) -> str:
+        told = {"ttft": self.ttft, "tbt": self.tbt}
+        return ",".join(f"{name}={1e3 * seconds:g}ms" for name, seconds in told.items() if seconds is not None)
+
 
 class Pacer:
     """What the scheduler may do so that promises are kept."""
@@ -58,7 +63,9 @@ class Pacer:
         self._read: deque[tuple[float, ...]] = deque(maxlen=_RECENT)
         self._taken = 0
         self._costs: NDArray[np.float64] | None = None  # of the first three
-        self._slack = 0.0  # seconds by which the slowest of recent steps took longer than expected
+        self._later: deque[float] = deque(maxlen=2 * _RECENT)  # seconds that readers waited longer than expected
+        self._last_heard: float | None = None
+        self._slack = 0.0  # the same of the slowest of recent steps, as they were taken or heard of
         self._between_ends = 0.0  # seconds
         self._last_end: float | None = None
 
@@ -70,9 +77,18 @@ class Pacer:
             return
         steps = np.array([*self._answered, *self._read])
         self._costs = _fit(steps[:, :3], steps[:, 3])
-        slower = steps[:, 3] - steps[:, :3] @ self._costs
+        slower = _slowest(steps[:, 3] - steps[:, :3] @ self._costs)
+        later = _slowest(np.array([*self._later])) if len(self._later) >= _ENOUGH else 0.0
         most = np.inf if self.slo.tbt is None else _SLACK * self.slo.tbt
-        self._slack = float(np.quantile(slower, 0.99, method="lower").clip(0, most))
+        self._slack = min(max(slower, later, 0.0), most)
+
+    def heard(self, expected: float | None, now: float) -> None:
+        """Readers have heard of a step that was expected to take so long. None: nobody has waited for it since the last
+        one. Unlike all others it may be called from any thread.
+        """
+        if expected and self._last_heard is not None:
+            self._later.append(now - self._last_heard - expected)
+        self._last_heard = now
 
     def ended(self, now: float) -> None:
         """An answer is complete."""
@@ -118,6 +134,10 @@ class Pacer:
 
     def can_promise(self, tokens_ahead: int, running: int, waiting: int) -> bool:
         return self.slo.ttft is None or self.wait(tokens_ahead, running, waiting) <= self.slo.ttft
+
+
+def _slowest(seconds_S: NDArray[np.float64]) -> float:
+    return float(np.quantile(seconds_S, 0.99, method="lower"))
 
 
 def _fit(parts_SP: NDArray[np.float64], seconds_S: NDArray[np.float64]) -> NDArray[np.float64]:

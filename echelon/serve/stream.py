@@ -123,8 +123,10 @@ class Stream:
         return Piece(index, text, tuple(tokens), tuple(unread.logprobs), finish, self.cached)
 
 
-def wake(streams: Iterable[Stream]) -> None:
-    """Whoever waits for one of them. An event loop is called once for all of its readers."""
+def wake(streams: Iterable[Stream], told: Callable[[], object] | None = None) -> None:
+    """Whoever waits for one of them. An event loop is called once for all of its readers, and calls `told` when they
+    have read.
+    """
     loops: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
     for stream in streams:
         with stream._lock:
@@ -135,12 +137,14 @@ def wake(streams: Iterable[Stream]) -> None:
             loops[waiting[0]].append(waiting[1])
     for loop, events in loops.items():
         with contextlib.suppress(RuntimeError):  # the event loop that waited is gone
-            loop.call_soon_threadsafe(_set, events)
+            loop.call_soon_threadsafe(_set, events, told)
 
 
-def _set(events: Sequence[asyncio.Event]) -> None:
+def _set(events: Sequence[asyncio.Event], told: Callable[[], object] | None) -> None:
     for event in events:
         event.set()
+    if told is not None:
+        asyncio.get_running_loop().call_soon(told)  # behind all of these
 
 
 def collect(stream: Stream, pieces: Sequence[Piece]) -> Answer:

@@ -265,7 +265,7 @@ def test_a_server_that_refuses_is_an_error_too():
         (["--base-url", "ftp://host"], "'ftp://host' is no address of a server: write http://host:port"),
         (["--tokenizer", "nowhere"], "there is no tokenizer nowhere"),
         (["--random", "llama-tony"], "no model is named 'llama-tony' (did you mean 'llama-tiny'?)"),
-        (["--in-process", "nowhere"], "nowhere is no folder with a model's config.json and safetensors"),
+        (["--in-process", "nowhere"], "nowhere is not there: name a Hugging Face folder"),
         (["--in-process", "x", "--base-url", "http://y"], "each say who is asked: give one of them"),
     ],
 )

@@ -205,7 +205,7 @@ def test_other_launchers_ranks_are_ours(launcher: str, request: pytest.FixtureRe
     ("arguments", "why"),
     [
         (["serve"], "name what shall be served"),
-        (["serve", "nowhere"], "nowhere is no folder with a model's config.json"),
+        (["serve", "nowhere"], "nowhere is not there: name a Hugging Face folder"),
         (["serve", "--random", "lama-tiny"], "did you mean 'llama-tiny'?"),
         (["serve", "--random", "llama-tiny", "--quantize", "int4"], "quantize 'int4' is none of none, int8"),
         (["serve", "--random", "llama-tiny", "--precision", "fp8"], "precision 'fp8' is none of auto, fp32"),

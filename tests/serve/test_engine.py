@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import gc
 import queue
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -84,6 +86,24 @@ def test_what_is_told_of_an_engine() -> None:
         "cpu, float32 with int8 weights; PyTorch's own operations (on cpu); 64 pages of 16 tokens (0.5 MiB), 128 "
         "tokens of context; 8 requests and 512 tokens in a step"
     )
+    with Engine(small(), settings=Settings(cache_gib=0.02, context=256, slo=Slo(5.0, 0.025))) as engine:
+        assert "256 tokens of context (the model was made for 128);" in engine.how
+        assert engine.how.endswith("promised: ttft=5000ms,tbt=25ms")
+
+
+def test_whoever_forgets_to_close_it_ends_quietly() -> None:
+    script = """
+from tests.serve.models import small
+from echelon.serve.engine import Engine
+from echelon.serve.request import SamplingParams
+from echelon.serve.settings import Settings
+engine = Engine(small(), settings=Settings(cache_gib=0.02))
+stream = engine.open([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
+print(next(iter(stream)).tokens[0])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip().isdigit()
 
 
 def test_a_prompt_of_several_answers_is_counted_once() -> None:

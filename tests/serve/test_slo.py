@@ -55,9 +55,15 @@ def test_what_reading_takes_is_not_forgotten_while_nothing_is_read() -> None:
     assert pacer.expected(20, 40) == pytest.approx(0.034, rel=1e-3)
 
 
-def simulate(slo: Slo | None, gap: float, stops: dict[int, float] | None = None) -> tuple[float, float, int, float]:
+def simulate(
+    slo: Slo | None,
+    gap: float,
+    stops: dict[int, float] | None = None,
+    late: float = 0.0,
+    says_when: bool = True,
+) -> tuple[float, float, int, float]:
     """Requests every `gap` seconds: p99 of ttft and tbt, how many were refused, and tokens a second. In some steps the
-    machine stops, for so many seconds.
+    machine stops, for so many seconds. Readers hear of a step up to `late` seconds later.
     """
     chance = random.Random(0)
     pacer = Pacer(slo or Slo(), 256)
@@ -87,16 +93,19 @@ def simulate(slo: Slo | None, gap: float, stops: dict[int, float] | None = None)
         seconds += (stops or {}).get(steps, 0.0)
         steps += 1
         now += seconds
+        heard = now + chance.uniform(0, late)
+        if says_when:
+            pacer.heard(pacer.expected(answering, reading) if answering else None, heard)
         pacer.took(answering, reading, seconds)
         scheduler.advance(spans)
         for span in spans:
             if span.is_last:
                 sequence = span.sequence
                 if sequence in last:
-                    tbt.append(now - last[sequence])
+                    tbt.append(heard - last[sequence])
                 else:
-                    ttft.append(now - arrived[sequence])
-                last[sequence] = now
+                    ttft.append(heard - arrived[sequence])
+                last[sequence] = heard
                 written += 1
                 scheduler.settle(sequence, chance.randint(0, 9))
                 if len(sequence.tokens) == sequence.limit:
@@ -116,6 +125,25 @@ def test_promises_are_kept_and_the_rest_is_refused(gap: float) -> None:
     if gap < 0.02:
         assert tbt_without > 0.012, "without a promise this load would have broken it"
         assert ttft_without > 0.5
+
+
+@pytest.mark.parametrize("gap", [0.03, 0.01])
+def test_promises_are_made_to_readers_who_hear_late(gap: float) -> None:
+    ttft, tbt, _, speed = simulate(Slo(0.5, 0.012), gap, late=0.003)
+    assert tbt <= 0.012
+    assert ttft <= 0.5
+    _, too_late, _, speed_of_steps = simulate(Slo(0.5, 0.012), gap, late=0.003, says_when=False)
+    assert too_late > 0.012, "who looks at steps alone breaks it"
+    assert speed > 0.8 * speed_of_steps
+
+
+def test_who_has_not_waited_tells_nothing() -> None:
+    pacer, deaf = Pacer(Slo(tbt=0.05), 1000), Pacer(Slo(tbt=0.05), 1000)
+    for step in range(160):
+        pacer.heard(pacer.expected(10, 0) if step % 2 else None, now=step // 2 * 100 + step % 2 * 0.01)
+        pacer.took(10, 0, 0.01)
+        deaf.took(10, 0, 0.01)
+    assert pacer.wait(1, 1, 0) == pytest.approx(deaf.wait(1, 1, 0), abs=1e-6)
 
 
 @pytest.mark.parametrize(

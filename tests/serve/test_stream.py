@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 
@@ -189,6 +190,26 @@ def test_a_loop_is_called_once_for_all_of_its_readers(monkeypatch: pytest.Monkey
         return await asyncio.gather(*reading)
 
     assert [piece.text for piece in asyncio.run(main())] == ["a"] * 5
+
+
+def test_a_loop_tells_when_its_readers_have_read() -> None:
+    streams, told = [opened() for _ in range(3)], list[Any]()
+
+    async def read(stream: Stream) -> None:
+        async for piece in stream:
+            told.append(piece.text)
+
+    async def read_all() -> None:
+        readers = [asyncio.ensure_future(read(stream)) for stream in streams]
+        for finish in (None, "length"):
+            await asyncio.sleep(0.01)  # all wait
+            for stream in streams:
+                stream.add(0, 97, None, finish)
+            wake(streams, lambda: told.append("heard"))
+        await asyncio.gather(*readers)
+
+    asyncio.run(read_all())
+    assert told == ["a", "a", "a", "heard"] * 2
 
 
 def test_a_reader_whose_loop_is_gone_hurts_nobody() -> None:
