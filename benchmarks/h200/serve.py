@@ -73,6 +73,15 @@ from echelon.serve.step import PENDING, Part, Shape  # noqa: E402
 LLAMA_1B = LlamaConfig(vocabulary=32000, context=2048, dim=2048, layers=22, heads=32, kv_heads=4, mlp_dim=5632)
 PUBLISHED = {"mini-sglang": 20_711, "nano-vllm": 19_638}  # tokens a second, on one H200
 CUDA = torch.device("cuda")
+KINDS = {  # of kernels
+    "_attend": "attention",
+    "_merge": "pieces put together",
+    "_enter": "into the cache",
+    "_norm": "norms",
+    "_gated": "SwiGLU",
+    "_draw": "drawing",
+    "_best": "drawing",
+}
 
 
 def throughput(quantized: str = "", **turned_off: bool) -> dict[str, Any]:
@@ -302,20 +311,18 @@ def where() -> dict[str, Any]:
     for event in profiler.key_averages():
         kinds[kind_of(event.key)] += event.device_time_total / 10 / 1e6
     kinds["between kernels"] = seconds - sum(kinds.values())
-    must = bytes_of_step(loaded.model, 256, 800) / reading_speed()
+    speed = reading_speed()
     return {
         "step, ms": seconds * 1e3,
-        "reading alone, ms": must * 1e3,
+        "reading alone, ms": bytes_of_step(loaded.model, 256, 800) / speed * 1e3,
+        "reading weights alone, ms": bytes_of_step(loaded.model, 0, 0) / speed * 1e3,
         "ms": {kind: 1e3 * of for kind, of in sorted(kinds.items(), key=lambda each: -each[1])},
     }
 
 
 def kind_of(kernel: str) -> str:
-    for name in ("_attend", "_merge", "_enter", "_norm", "_gated", "_thin", "_in_8_bits", "_draw", "_best"):
-        if name in kernel:
-            return name.removeprefix("_")
     is_product = any(word in kernel.lower() for word in ("gemm", "nvjet", "cutlass", "splitk", "gemv"))
-    return "products" if is_product else "others"
+    return "products" if is_product else next((kind for name, kind in KINDS.items() if name in kernel), "the rest")
 
 
 def step_time(model: Any, settings: Settings, lengths: list[int], prompts: Sequence[int] = ()) -> float:

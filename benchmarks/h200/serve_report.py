@@ -1,10 +1,8 @@
-"""The figures of serve.py as tables and as a picture: `python benchmarks/h200/serve_report.py` needs no GPU.
-
-Prints results/h200-serve.json and draws docs/serving-gpu.png from it.
-"""
+"""The figures of serve.py as tables and as a picture: `python benchmarks/h200/serve_report.py` needs no GPU."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,22 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
-DARK, PALE, GREY = "#1f4e79", "#9dc3e6", "#bfbfbf"
-KINDS = {  # of kernels, as people call them
-    "attend": "attention",
-    "products": "products",
-    "draw": "drawing",
-    "norm": "norms",
-    "between kernels": "between kernels",
-    "enter": "into the cache",
-    "merge": "pieces put together",
-    "gated": "SwiGLU",
-}
+DARK, PALE, GREY, FLOOR = "#1f4e79", "#9dc3e6", "#bfbfbf", "#e06c00"
 
 
 def show(name: str, figures: dict[str, Any]) -> None:
     """A part of the result: figures that stand alone, then a table of the others."""
-    console = Console(width=150)
+    console = Console(width=max(Console().width, 120))
     rows: dict[str, dict[str, float]] = {}
     alone = []
     for *row, column, value in _flat(figures):
@@ -82,9 +70,9 @@ def _draw_speed(axes: Any, result: dict[str, Any]) -> None:
     whole, parts = result["throughput"], result["parts"]
     floor = whole["tokens out"] * result["step"]["reading, TB/s"] / whole["TB that must be read"]
     bars = {
-        "kernel by kernel": parts["without graphs, tokens/s"],
-        "one step at a time": parts["without ahead, tokens/s"],
-        "all": whole["tokens/s"],
+        "Echelon, no graphs": parts["without graphs, tokens/s"],
+        "Echelon, one step\nat a time": parts["without ahead, tokens/s"],
+        "Echelon": whole["tokens/s"],
     }
     published = whole["published"]
     names = [*bars, *published]
@@ -92,21 +80,25 @@ def _draw_speed(axes: Any, result: dict[str, Any]) -> None:
     axes.barh(names, speeds, color=[PALE, PALE, DARK, *(GREY for _ in published)])
     for place, speed in enumerate(speeds):
         axes.text(speed, place, f" {speed:,.0f}", va="center", fontsize=9)
-    axes.axvline(floor, color="black", linestyle=":")
+    axes.axvline(floor, color=FLOOR, linestyle=":")
     axes.text(floor, len(names) - 0.4, f"reading alone: {floor:,.0f} ", ha="right", fontsize=9)
     axes.invert_yaxis()
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens/s (grey: published, one H200)")
     axes.set_title("Qwen3-0.6B, 256 sequences,\n100–1024 tokens in and out")
 
 
 def _draw_where(axes: Any, where: dict[str, Any]) -> None:
-    times = {title: where["ms"][kind] for kind, title in KINDS.items()}
-    times["the rest"] = sum(where["ms"].values()) - sum(times.values())
+    times = where["ms"]
+    weights = where["reading weights alone, ms"]
+    floors = {"attention": where["reading alone, ms"] - weights, "products": weights}
     axes.barh(list(times), list(times.values()), color=DARK)
-    for place, ms in enumerate(times.values()):
+    for place, (kind, ms) in enumerate(times.items()):
         axes.text(ms, place, f" {ms:.2f}", va="center", fontsize=9)
-    axes.axvline(where["reading alone, ms"], color="black", linestyle=":")
-    axes.text(where["reading alone, ms"], len(times) - 0.4, "reading all ", ha="right", fontsize=9)
+        if kind in floors:
+            axes.vlines(floors[kind], place - 0.4, place + 0.4, color=FLOOR, linewidth=2)
+    axes.plot([], [], color=FLOOR, linewidth=2, label="reading alone")
+    axes.legend(frameon=False, loc="center right")
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(f"Where the {where['step, ms']:.1f} ms of a step go\n(256 sequences of 800 tokens)")
@@ -119,8 +111,8 @@ def _draw_floor(axes: Any, narrow: dict[str, Any]) -> None:
         steps = [narrow[kind][batch] for batch in batches]
         axes.bar(places + offset, [each["ms"] for each in steps], 0.25, color=color, label=kind)
         floors = [each["reading alone, ms"] for each in steps]
-        axes.hlines(floors, places + offset - 0.125, places + offset + 0.125, color="black", linewidth=1.5)
-    axes.plot([], [], color="black", linewidth=1.5, label="reading alone")
+        axes.hlines(floors, places + offset - 0.125, places + offset + 0.125, color=FLOOR, linewidth=2)
+    axes.plot([], [], color=FLOOR, linewidth=2, label="reading alone")
     axes.set_xticks(places, [name.removeprefix("batch ") for name in batches])
     axes.set_xlabel("sequences of 1,024 tokens")
     axes.set_ylabel("ms")
@@ -129,11 +121,17 @@ def _draw_floor(axes: Any, narrow: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    result = json.loads((ROOT / "benchmarks/results/h200-serve.json").read_text())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200-serve.json", help="the result")
+    parser.add_argument("--plot", type=Path, help="where to draw it")
+    arguments = parser.parse_args()
+    result = json.loads(arguments.json.read_text())
     for name, figures in result.items():
         if isinstance(figures, dict):
             show(name, figures)
-    draw(result, ROOT / "docs/serving-gpu.png")
+    if arguments.plot:
+        draw(result, arguments.plot)
+        print(f"drawn: {arguments.plot}")
 
 
 if __name__ == "__main__":

@@ -329,8 +329,8 @@ class Engine:
         tokens, logprobs = flight.chosen.result()
         now = time.perf_counter()
         follows = self._landed is not None
-        count = sum(span.count for span in flight.spans)
         answering = sum(span.answers for span in flight.spans)
+        reading = sum(span.count for span in flight.spans) - answering
         seconds = now - (self._landed or flight.began)  # whoever answers waits from one token to the next
         self._landed = now
         told = None
@@ -346,10 +346,10 @@ class Engine:
                     self._take(writing, token, None if logprobs is None else logprobs[place], now)
                 self._changed.notify_all()  # those who wait for room, or for the end
                 if self._pacer is not None:
-                    expected = self._pacer.expected(answering, count - answering)
+                    expected = self._pacer.expected(answering, reading)
                     told = partial(self._heard, expected if answering and follows else None)
-                    self._pacer.took(answering, count - answering, seconds)
-                self._report(count, seconds)
+                    self._pacer.took(answering, reading, seconds)
+                self._report(answering + reading, seconds)
         finally:
             wake((writing.stream for writing in flight.last), told)
 

@@ -14,6 +14,8 @@ from echelon.serve.sample import Chosen, Draws
 from echelon.serve.settings import Settings
 from echelon.serve.step import Part, Shape
 
+_OLDEST = 8, 0  # of GPUs, by what they can compute, on whose processors the kernels fit
+
 
 class Way(Protocol):
     def launch(self, parts: list[Part], draws: Draws | None) -> Chosen | None:
@@ -55,6 +57,8 @@ def obstacle(device: torch.device, settings: Settings) -> str:
     """What speaks against the engine's own kernels there, whatever the model; nothing if nothing does."""
     if not has_kernels(device):
         return f"on {device.type}" if device.type != "cuda" else "Triton is not installed"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
+        return "the GPU is older than Ampere"
     if settings.reproducible:
         return "reproducible"
     return "" if settings.fused else "fused kernels are turned off"

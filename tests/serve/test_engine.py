@@ -22,13 +22,13 @@ import torch
 
 from echelon.models import hub
 from echelon.models.parts import attend
-from echelon.serve import attention
+from echelon.serve import attention, way
 from echelon.serve.engine import Engine
 from echelon.serve.quantize import quantize
 from echelon.serve.request import BadRequest, EngineFailed, Piece, Refused, SamplingParams
 from echelon.serve.runner import undisturbed
 from echelon.serve.settings import Settings
-from echelon.serve.slo import Slo
+from echelon.serve.slo import Pacer, Slo
 from echelon.serve.stream import Stream
 from tests.serve.models import SHAPES, small
 
@@ -89,6 +89,37 @@ def test_what_is_told_of_an_engine() -> None:
     with Engine(small(), settings=Settings(cache_gib=0.02, context=256, slo=Slo(5.0, 0.025))) as engine:
         assert "256 tokens of context (the model was made for 128);" in engine.how
         assert engine.how.endswith("promised: ttft=5000ms,tbt=25ms")
+
+
+def test_what_promises_are_made_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much each step answers and reads, and when readers in an event loop heard of those that they waited for."""
+    taken: list[tuple[int, int]] = []
+    waits: list[float | None] = []
+    took, heard = Pacer.took, Pacer.heard
+    monkeypatch.setattr(Pacer, "took", lambda self, *step: (taken.append(step[:2]), took(self, *step)))
+    monkeypatch.setattr(
+        Pacer, "heard", lambda self, expected, now: (waits.append(expected), heard(self, expected, now))
+    )
+
+    async def read(engine: Engine) -> None:
+        async for _ in engine.stream(list(range(20)), SamplingParams(max_tokens=30, ignore_eos=True)):
+            pass
+
+    with Engine(small(), settings=Settings(cache_gib=0.02, token_budget=16, slo=Slo(ttft=60))) as engine:
+        asyncio.run(read(engine))
+    assert taken == [(0, 16), (0, 4)] + [(1, 0)] * 29
+    assert waits[0] is None, "of the first token"
+    assert len(waits) > 20, "a reader may be late, and hear of two steps at once"
+    assert all(wait is not None and wait > 0 for wait in waits[-10:])
+
+
+@pytest.mark.parametrize(("can", "why_not"), [((7, 5), "the GPU is older than Ampere"), ((8, 0), "")])
+def test_kernels_are_for_gpus_on_which_they_fit(
+    can: tuple[int, int], why_not: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(way, "has_kernels", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: can)
+    assert way.obstacle(torch.device("cuda"), Settings()) == why_not
 
 
 def test_whoever_forgets_to_close_it_ends_quietly() -> None:
