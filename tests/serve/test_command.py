@@ -118,7 +118,9 @@ def test_ctrl_c_ends_an_answer_of_two_ranks_without_a_fuss() -> None:
 def test_what_cannot_be_served_by_several_ranks_is_said_once(tmp_path: Path) -> None:
     refused = run("serve", str(tmp_path), "-n", "2")
     assert refused.returncode == 2
-    assert refused.stderr.count("echelon: ") == refused.stderr.count("is no folder with a model's") == 1
+    loading, why = refused.stderr.splitlines()
+    assert loading == f"echelon: loading {tmp_path}; requests wait until it is ready"
+    assert why.startswith(f"echelon: {tmp_path} is no folder with a model's")
 
 
 def ranks_of(process: int) -> list[int]:
