@@ -66,6 +66,12 @@ def steps_taken(folder: Path) -> int:
     return len(rows(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
+def rank_of(folder: Path, job: subprocess.Popen[str]) -> int:
+    """One of a run's processes, when it has begun: to look for it takes as long as many steps."""
+    wait_until(lambda: steps_taken(folder), job)
+    return processes(folder)[-1]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -90,11 +96,12 @@ def test_a_killed_rank_brings_the_job_back(tmp_path, undisturbed, moment):
     folder = tmp_path / "run"
     path = write(tmp_path / "long.toml", train=LONG, checkpoint={"every": 10})
     job = begin(path, "-n", 2, "--run", folder, "--restarts", 1)
+    rank = rank_of(folder, job)
     if moment == "a step":
         wait_until(lambda: steps_taken(folder) >= 15, job)
     else:
         wait_until(lambda: list(folder.glob("checkpoints/*.saving")) and complete(folder / "checkpoints"), job)
-    os.kill(processes(folder)[-1], signal.SIGKILL)
+    os.kill(rank, signal.SIGKILL)
     output = job.communicate(timeout=90)[0]
     assert job.returncode == 0, output
     assert "restart 1 of 1, from step" in output
@@ -108,14 +115,15 @@ def test_a_hang_becomes_an_error_and_the_job_comes_back(tmp_path, undisturbed):
     folder = tmp_path / "run"
     path = write(tmp_path / "long.toml", train=LONG | {"timeout": 8.0}, checkpoint={"every": 10})
     job = begin(path, "-n", 2, "--run", folder, "--restarts", 1)
+    rank = rank_of(folder, job)
     wait_until(lambda: steps_taken(folder) >= 15, job)
-    os.kill(stopped := processes(folder)[-1], signal.SIGSTOP)
+    os.kill(rank, signal.SIGSTOP)
     output = job.communicate(timeout=90)[0]
     assert job.returncode == 0, output
     assert "was not complete after the timeout of 8 s: rank 1 had not arrived" in output
     assert "restart 1 of 1, from step" in output
     assert losses(folder) == losses(undisturbed)
-    assert not Path(f"/proc/{stopped}").exists()
+    assert not Path(f"/proc/{rank}").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
