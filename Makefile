@@ -11,7 +11,7 @@ PIP := -m pip --disable-pip-version-check --quiet install -c constraints.txt
 OF_MPI := $(addprefix tests/comm/test_,choose.py frameworks.py groups.py levels.py operations.py point_to_point.py random_programs.py soak.py watchdog.py work.py) \
 	$(addprefix tests/launch/test_,cluster.py launchers.py)
 # As many of the rest, beside, as let both halves end at about the same time.
-BESIDE := $(addprefix tests/,models plan serve trace train)
+BESIDE := $(addprefix tests/,models serve train)
 BESIDE_OUTPUT := $(VENV)/tests-beside.txt
 
 .PHONY: help setup train test test-ranks test-beside test-all conformance lint bench clean
