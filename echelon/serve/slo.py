@@ -50,8 +50,9 @@ class Slo:
         return cls(**found)
 
     def __str__(self) -> str:
-        told = {"ttft": self.ttft, "tbt": self.tbt}
-        return ",".join(f"{name}={1e3 * seconds:g}ms" for name, seconds in told.items() if seconds is not None)
+        """As `parse` reads it."""
+        told = [(name, seconds) for name, seconds in (("ttft", self.ttft), ("tbt", self.tbt)) if seconds is not None]
+        return ",".join(f"{name}={s:g}s" if s >= 1 else f"{name}={1e3 * s:g}ms" for name, s in told)
 
 
 class Pacer:

@@ -88,7 +88,7 @@ def test_what_is_told_of_an_engine() -> None:
     )
     with Engine(small(), settings=Settings(cache_gib=0.02, context=256, slo=Slo(5.0, 0.025))) as engine:
         assert "256 tokens of context (the model was made for 128);" in engine.how
-        assert engine.how.endswith("promised: ttft=5000ms,tbt=25ms")
+        assert engine.how.endswith("promised: ttft=5s,tbt=25ms")
 
 
 def test_what_promises_are_made_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from echelon.serve.slo import Pacer, Slo
 )
 def test_promises_are_read(text: str, slo: Slo) -> None:
     assert Slo.parse(text) == slo
+    assert Slo.parse(str(slo)) == slo
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=5", "tbt=-1s", "tbt=0s", "fast=1s", "ttft=5s;tbt=1s"])
