@@ -45,7 +45,7 @@ def main(what: str, options: Options, more: dict[str, Any], folder: Path | None 
         return _refused(str(error), folder)
     code = 0
     if engine is not None:
-        with contextlib.closing(engine):
+        with engine:
             try:
                 code = _serve(engine, options, listener, stop) if what == "serve" else _generate(engine, stop, **more)
             except BadRequest as error:

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -108,9 +107,8 @@ def test_what_promises_are_made_by(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(small(), settings=Settings(cache_gib=0.02, token_budget=16, slo=Slo(ttft=60))) as engine:
         asyncio.run(read(engine))
     assert taken == [(0, 16), (0, 4)] + [(1, 0)] * 29
-    assert waits[0] is None, "of the first token"
-    assert len(waits) > 20, "a reader may be late, and hear of two steps at once"
-    assert all(wait is not None and wait > 0 for wait in waits[-10:])
+    assert waits, "nobody was told that a reader has heard"
+    assert None not in waits[1:], "only for the first token it has not waited since one before"
 
 
 @pytest.mark.parametrize(("can", "why_not"), [((7, 5), "the GPU is older than Ampere"), ((8, 0), "")])
@@ -440,7 +438,7 @@ def test_an_engine_that_becomes_garbage_does_not_hold_up_the_next() -> None:
         holder = Holder(engine)
         gc.collect()  # it has lived for a while
         del engine, holder
-        with closing(Engine(small(), settings=Settings(cache_gib=0.02))) as following:
+        with Engine(small(), settings=Settings(cache_gib=0.02)) as following:
             following.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))
         answered.set()
 
@@ -458,7 +456,7 @@ def test_an_engine_that_failed_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.undo()
         return [weakref.ref(engine), weakref.ref(engine._runner._way)]
 
-    with closing(Engine(small(), settings=Settings(cache_gib=0.02))):
+    with Engine(small(), settings=Settings(cache_gib=0.02)):
         kept = failed()
         gc.collect()
         assert [each() for each in kept] == [None, None], "though another engine lives"
